@@ -44,7 +44,7 @@ from torsh_distributed.launch.nodes.records import (
     Message,
     Start,
 )
-from torsh_distributed.launch.nodes.signed_connection import Connection
+from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
 from torsh_distributed.launch.spec import ElasticSpec, Entry, JobSpec
 
 ROOT = Path(__file__).parents[1]  # not from `machine`: a launcher does not import torch
@@ -270,7 +270,7 @@ class LightNode:
         self._loop, self._board = loop, board
         self._node_rank, self._nproc = request.node_rank, request.nproc_per_node
         self._place = self._nproc + self._node_rank - 1
-        self._connection = Connection(loop, _connect(port), _SECRET, is_server=False)
+        self._connection = LauncherConnection(loop, _connect(port), _SECRET, is_server=False)
         self._connection.on_message = self._receive
         self._connection.on_close = self._end
         self._connection.send(request)

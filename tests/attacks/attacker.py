@@ -28,7 +28,7 @@ from typing import Any
 Facts = dict[str, Any]
 Attempt = Callable[[Facts], str | None]
 
-STORE, LAUNCHER = b"TORSHKV2", b"TORSHLN2"
+STORE, LAUNCHER = b"TORSHKV2", b"TORSHLN3"
 HELLO_BYTES, PROOF_BYTES = 41, 32
 SET_STRANGER = b"f" + b"".join(struct.pack("!q", len(part)) + part for part in (b"set", b"stranger", b"1", b"9.0"))
 COUNT = b"f" + b"".join(struct.pack("!q", len(part)) + part for part in (b"count", b""))
@@ -110,7 +110,7 @@ def targets(facts: Facts) -> Iterator[tuple[list[Any], bytes, bytes]]:
     """Every server of the job with its magic word and what a stranger would ask it."""
     yield facts["store"], STORE, frame(COUNT) + frame(SET_STRANGER)
     if facts.get("launcher"):
-        yield facts["launcher"], LAUNCHER, struct.pack("!I", len(END_JOB)) + bytes(32) + END_JOB
+        yield facts["launcher"], LAUNCHER, struct.pack("!IQ", len(END_JOB), 0) + END_JOB + bytes(32)
 
 
 def everywhere(talk: Callable[[list[Any], bytes, bytes], str | None]) -> Attempt:

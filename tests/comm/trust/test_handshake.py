@@ -110,10 +110,10 @@ def test_messages_are_signed_in_order_by_direction() -> None:
     assert theirs is not None
     (server_sends, server_receives), (client_sends, client_receives) = ours, theirs
     first, second = client_sends.sign(b"one"), client_sends.sign(b"two")
-    server_receives.check(b"one", first)
-    server_receives.check(b"two", second)
+    server_receives.check(first, b"one")
+    server_receives.check(second, b"two")
     with pytest.raises(NotAMember, match="not the next one"):
-        server_receives.check(b"two", second)
+        server_receives.check(second, b"two")
     with pytest.raises(NotAMember):  # sent back to its sender
-        client_receives.check(b"one", first)
+        client_receives.check(first, b"one")
     assert server_sends.sign(b"one") != first

@@ -25,9 +25,13 @@ from torsh_distributed import events
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots, directory_of
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of, holders_of_lost
-from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, give_way
+from torsh_distributed.checkpoint.replicas.snapshot_server import (
+    CHUNK_BYTES,
+    SnapshotServer,
+    connect_to_server,
+    give_way,
+)
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
-from torsh_distributed.checkpoint.replicas.snapshot_wire import CHUNK_BYTES, SnapshotConnection
 from torsh_distributed.checkpoint.saving.box_agreement import BoxAgreement
 from torsh_distributed.checkpoint.saving.box_assignment import to_plain
 from torsh_distributed.checkpoint.saving.file_image import FileImage
@@ -37,6 +41,7 @@ from torsh_distributed.comm.meeting.network_interface import address_for_peers, 
 from torsh_distributed.comm.meeting.node_identity import node_identity
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.comm.serialization import serialize
+from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CheckpointError, InvalidArgument
 from torsh_distributed.parallel.state.held_state import HeldState
 
@@ -72,7 +77,7 @@ class NeighbourReplicas:
         self._images: list[FileImage] = []
         self._sender = SerialThread("snapshot-sender")
         self._sending: Future[None] | None = None
-        self._connection: SnapshotConnection | None = None
+        self._connection: Connection | None = None
         self._latest: int | None = None
         self._agreed: int | None = None
         self._lock = threading.Lock()
@@ -200,9 +205,9 @@ class NeighbourReplicas:
         spent_s = time.monotonic() - started
         events.emit(self._event("replica stored", snapshot.step, snapshot.memory.nbytes, spent_s))
 
-    def _connected(self) -> SnapshotConnection:
+    def _connected(self) -> Connection:
         if self._connection is None:
-            connection = SnapshotConnection.connect(self.addresses[self.holders[self.rank]], self.secret)
+            connection = connect_to_server(self.addresses[self.holders[self.rank]], self.secret)
             with self._lock:
                 self._connection = connection
                 if self._is_closed:

@@ -23,15 +23,15 @@ from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorInd
 from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshot, find_kept
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, listen_address
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of_lost
-from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer
+from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, connect_to_server
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
-from torsh_distributed.checkpoint.replicas.snapshot_wire import SnapshotConnection
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
 from torsh_distributed.checkpoint.saving.box_assignment import from_plain
 from torsh_distributed.checkpoint.saving.node_ranks import gathered
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.serialization import deserialize
+from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class RecoveredState(SavedSnapshot):
         self._reports = reports
         self._shelf = shelf
         self._server = server
-        self._connections: dict[int, SnapshotConnection] = {}
+        self._connections: dict[int, Connection] = {}
 
     @override
     def own_values(self, rank: int) -> Any:
@@ -251,8 +251,8 @@ class RecoveredState(SavedSnapshot):
         if self._server is not None:
             self._server.close()
 
-    def _connected(self, source: int) -> SnapshotConnection:
+    def _connected(self, source: int) -> Connection:
         if source not in self._connections:
             report = self._reports[source]
-            self._connections[source] = SnapshotConnection.connect(report.address, report.secret)
+            self._connections[source] = connect_to_server(report.address, report.secret)
         return self._connections[source]

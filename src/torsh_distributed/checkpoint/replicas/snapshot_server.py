@@ -10,13 +10,24 @@ from contextlib import suppress
 from typing import Any
 
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
-from torsh_distributed.checkpoint.replicas.snapshot_wire import SnapshotConnection
+from torsh_distributed.comm.transport.connection import Connection
+from torsh_distributed.comm.transport.frames import FrameLimits
 
 _log = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Threads that move snapshots give way to training."""
 _CLOSE_S = 10.0
+_PROTOCOL = b"TORSHRP2"
+_LIMITS = FrameLimits(head_bytes=1 << 20, payload_bytes=1 << 34)
+_MESSAGE_TIMEOUT_S = 60.0
+CHUNK_BYTES = 8 << 20
+"""Snapshots travel in pieces of this size."""
+
+
+def connect_to_server(address: tuple[str, int], secret: bytes) -> Connection:
+    """Connect to another rank's server."""
+    return Connection.connect(address, secret, _PROTOCOL, limits=_LIMITS, timeout_s=_MESSAGE_TIMEOUT_S)
 
 
 def give_way() -> None:
@@ -34,7 +45,7 @@ class SnapshotServer:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
         self._is_closed = False
-        self._connections: set[SnapshotConnection] = set()
+        self._connections: set[Connection] = set()
         self._threads = [threading.Thread(target=self._accept, name="snapshot-server", daemon=True)]
         self._threads[0].start()
 
@@ -70,7 +81,7 @@ class SnapshotServer:
     def _serve(self, sock: socket.socket) -> None:
         give_way()
         try:
-            connection = SnapshotConnection.accept(sock, self._secret)
+            connection = Connection.accept(sock, self._secret, _PROTOCOL, limits=_LIMITS, timeout_s=_MESSAGE_TIMEOUT_S)
         except OSError as error:
             _log.warning("a connection to the snapshots of this rank was refused: %s", error)
             return
@@ -79,7 +90,7 @@ class SnapshotServer:
             self._connections.add(connection)
         try:
             while not is_closed:
-                header, payload = connection.receive(timeout_s=None)
+                header, payload = connection.receive(waits=True)
                 self._answer(connection, header, payload)
         except OSError:
             return  # the other rank has left; what it had not completed is dropped
@@ -88,7 +99,7 @@ class SnapshotServer:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _answer(self, connection: SnapshotConnection, header: dict[str, Any], payload: memoryview) -> None:
+    def _answer(self, connection: Connection, header: dict[str, Any], payload: memoryview) -> None:
         if header["kind"] == "put":
             self._take(connection, header, bytes(payload))
             return
@@ -98,7 +109,7 @@ class SnapshotServer:
             return
         connection.send({}, found.view()[header["start"] : header["start"] + header["length"]])
 
-    def _take(self, connection: SnapshotConnection, header: dict[str, Any], facts: bytes) -> None:
+    def _take(self, connection: Connection, header: dict[str, Any], facts: bytes) -> None:
         """Receive a snapshot in pieces; it counts once its last piece is here."""
         rank, step, num_bytes = header["rank"], header["step"], header["num_bytes"]
         spare = self._shelf.keep_only(rank, header["keep"])

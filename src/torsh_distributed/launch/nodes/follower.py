@@ -15,6 +15,7 @@ from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
+from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import (
@@ -34,7 +35,6 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
     prepare_records,
 )
-from torsh_distributed.launch.nodes.signed_connection import Connection
 from torsh_distributed.launch.spec import JobSpec
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -54,7 +54,7 @@ class Follower:
         self._node = node
         self._token = token
         self._port = spec.meeting_port
-        self._connection: Connection | None = None
+        self._connection: LauncherConnection | None = None
         self._is_member = False
         self._connecting: socket.socket | None = None
         self._connect_timer: Timer | None = None
@@ -103,7 +103,7 @@ class Follower:
             sock.close()
             self._retry_connect(os.strerror(code))
             return
-        self._connection = Connection(self._loop, sock, self._token, is_server=False, tls=self._spec.tls)
+        self._connection = LauncherConnection(self._loop, sock, self._token, is_server=False, tls=self._spec.tls)
         self._connection.on_message = self._receive
         self._connection.on_close = self._lose
         # Whoever answers here must prove the secret and let this node in soon; it may not be node 0.

@@ -15,6 +15,7 @@ from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
+from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
 from torsh_distributed.launch.nodes.records import (
@@ -33,7 +34,6 @@ from torsh_distributed.launch.nodes.records import (
     Stopped,
     prepare_records,
 )
-from torsh_distributed.launch.nodes.signed_connection import Connection
 from torsh_distributed.launch.spec import JobSpec
 
 _FINISH_TIMEOUT_S = 2.0
@@ -81,10 +81,10 @@ class LauncherListener:
         self._leader = leader
         self._token = token
         self._log_name = log_name
-        self._strangers: StrangerPool[Connection] = StrangerPool()
-        self._deadlines: dict[Connection, Timer] = {}
+        self._strangers: StrangerPool[LauncherConnection] = StrangerPool()
+        self._deadlines: dict[LauncherConnection, Timer] = {}
         self._summary_timer: Timer | None = None
-        self._members: dict[int, Connection] = {}
+        self._members: dict[int, LauncherConnection] = {}
         self._silent: set[int] = set()
         self._names = {0: socket.gethostname()}
         self._refusals: list[str] = []
@@ -106,7 +106,7 @@ class LauncherListener:
         except OSError:
             # The client left before it was accepted.
             return
-        connection = Connection(self._loop, sock, self._token, is_server=True, tls=self._spec.tls)
+        connection = LauncherConnection(self._loop, sock, self._token, is_server=True, tls=self._spec.tls)
         connection.on_message = partial(self._handle_join_request, connection)
         connection.on_close = partial(self._turn_away, connection)
         too_slow = partial(self._turn_away, connection, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
@@ -115,7 +115,7 @@ class LauncherListener:
         if evicted is not None:
             self._turn_away(evicted, "too many at once without a proof of the job's secret")
 
-    def _turn_away(self, connection: Connection, reason: str) -> None:
+    def _turn_away(self, connection: LauncherConnection, reason: str) -> None:
         """Close a connection that has not joined; those are reported together, in one line."""
         self._deadlines.pop(connection).cancel()
         self._strangers.refuse(connection, reason)
@@ -133,7 +133,7 @@ class LauncherListener:
         self._refusals.append(what)
         self._output.warn(what)
 
-    def _handle_join_request(self, connection: Connection, message: Message) -> None:
+    def _handle_join_request(self, connection: LauncherConnection, message: Message) -> None:
         """The first record of a connection that proved the secret: the node joins, or is told why not."""
         if not isinstance(message, JoinRequest):
             self._turn_away(connection, "its first record is no join request")

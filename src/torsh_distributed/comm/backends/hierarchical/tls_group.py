@@ -177,7 +177,7 @@ class TlsInterNodeGroup:
         key = MessageKey(False, tag)
         timer: threading.Timer
 
-        def taker(found: bytearray | Exception) -> None:
+        def taker(found: memoryview | Exception) -> None:
             timer.cancel()
             error: TorshError | None = None
             if isinstance(found, Exception):
@@ -279,7 +279,7 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _tensor_of(body: bytearray, like: Tensor) -> Tensor:
+def _tensor_of(body: memoryview, like: Tensor) -> Tensor:
     if len(body) != like.nbytes:
         raise ValueError(f"a message of {len(body)} bytes came where {like.nbytes} were expected")
     if not body:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
-import struct
 import threading
 import time
 from collections import deque
@@ -19,15 +17,15 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from torsh_distributed.comm.serial_thread import SerialThread
-from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake, NotAMember
-from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
+from torsh_distributed.comm.transport.connection import Connection
+from torsh_distributed.comm.transport.frames import BadFrame, FrameLimits
+from torsh_distributed.comm.transport.proof import prove
+from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S
-from torsh_distributed.comm.trust.tls_channel import certificate_digest
 from torsh_distributed.errors import CommunicationError, OperationTimeout
 
-_MAGIC = b"TORSHDT1"
-_INDEX = struct.Struct("!I")
-_HEADER = struct.Struct("!BqqQ")
+_PROTOCOL = b"TORSHDT2"
+_LIMITS = FrameLimits(head_bytes=64, payload_bytes=1 << 40)
 _MAX_STRANGERS = 32
 _RETRY_S = 0.1
 
@@ -40,7 +38,7 @@ class MessageKey(NamedTuple):
     part: int = 0
 
 
-Taker = Callable[[bytearray | Exception], None]
+Taker = Callable[[memoryview | Exception], None]
 
 
 class _Mailbox:
@@ -48,11 +46,11 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._arrived: dict[tuple[int, MessageKey], deque[bytearray]] = {}
+        self._arrived: dict[tuple[int, MessageKey], deque[memoryview]] = {}
         self._takers: dict[tuple[int, MessageKey], deque[Taker]] = {}
         self._lost: dict[int, Exception] = {}
 
-    def put(self, rank: int, key: MessageKey, body: bytearray) -> None:
+    def put(self, rank: int, key: MessageKey, body: memoryview) -> None:
         with self._changed:
             waiting = self._takers.get((rank, key))
             if not waiting:
@@ -72,7 +70,7 @@ class _Mailbox:
         for taker in waiting:
             taker(error)
 
-    def take(self, rank: int, key: MessageKey, deadline_s: float) -> bytearray:
+    def take(self, rank: int, key: MessageKey, deadline_s: float) -> memoryview:
         place = (rank, key)
         with self._changed:
             self._changed.wait_for(
@@ -88,7 +86,7 @@ class _Mailbox:
     def hand_over(self, rank: int, key: MessageKey, taker: Taker) -> None:
         """Call `taker` with the next message, now or when it arrives."""
         with self._changed:
-            body: bytearray | Exception | None = self._pop((rank, key))
+            body: memoryview | Exception | None = self._pop((rank, key))
             body = self._lost.get(rank) if body is None else body
             if body is None:
                 self._takers.setdefault((rank, key), deque()).append(taker)
@@ -104,7 +102,7 @@ class _Mailbox:
             waiting.remove(taker)
             return True
 
-    def _pop(self, place: tuple[int, MessageKey]) -> bytearray | None:
+    def _pop(self, place: tuple[int, MessageKey]) -> memoryview | None:
         waiting = self._arrived.get(place)
         if not waiting:
             return None
@@ -130,11 +128,10 @@ class TlsLinks:
     ) -> None:
         self._index, self._num_ranks = index, num_ranks
         self._deadline_s = time.monotonic() + timeout_s
-        self._secret, self._own_secret = secret, bound_secret(secret, tls.own_digest())
-        self._server, self._client = tls.server_context(), tls.client_context()
+        self._secret, self._tls = secret, tls
         self._mailbox = _Mailbox()
-        self._incoming: dict[int, ssl.SSLSocket] = {}
-        self._outgoing: dict[int, ssl.SSLSocket] = {}
+        self._incoming: dict[int, Connection] = {}
+        self._outgoing: dict[int, Connection] = {}
         self._senders: dict[int, SerialThread] = {}
         self._joined = threading.Condition()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -156,14 +153,16 @@ class TlsLinks:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)
                 accepting.join()
-        for other, sock in self._incoming.items():
-            threading.Thread(target=self._read, args=(other, sock), name=f"torsh-tls-read-{other}", daemon=True).start()
+        for other, connection in self._incoming.items():
+            threading.Thread(
+                target=self._read, args=(other, connection), name=f"torsh-tls-read-{other}", daemon=True
+            ).start()
 
     def send(self, rank: int, key: MessageKey, body: memoryview) -> Future[None]:
         """Send after everything that was sent to that rank before; the memory must stay until the future is done."""
         return self._senders[rank].submit(self._send, rank, key, body)
 
-    def take(self, rank: int, key: MessageKey, deadline_s: float) -> bytearray:
+    def take(self, rank: int, key: MessageKey, deadline_s: float) -> memoryview:
         """The next message of that rank with that key. Raises TimeoutError, or what ended the connection."""
         return self._mailbox.take(rank, key, deadline_s)
 
@@ -179,14 +178,12 @@ class TlsLinks:
         """Cut every connection: who waits for a message of another rank gets an error."""
         for sender in self._senders.values():
             sender.stop()
-        for sock in (*self._incoming.values(), *self._outgoing.values()):
-            with contextlib.suppress(OSError):  # closed already
-                # Of the socket itself: TLS's own would let a later call go on in the clear.
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for connection in (*self._incoming.values(), *self._outgoing.values()):
+            connection.cut()
 
     # Connecting
 
-    def _connect(self, other: int, address: tuple[str, int]) -> ssl.SSLSocket:
+    def _connect(self, other: int, address: tuple[str, int]) -> Connection:
         while True:
             remaining_s = self._deadline_s - time.monotonic()
             if remaining_s <= 0:
@@ -196,7 +193,7 @@ class TlsLinks:
                 )
             try:
                 return self._greet(socket.create_connection((address[0], address[1]), timeout=min(remaining_s, 10.0)))
-            except NotAMember as error:
+            except BadFrame as error:
                 raise CommunicationError(
                     f"whoever answers at {address[0]}:{address[1]} is not rank {other} of this job: {error}",
                     hint="someone sits between the nodes, or an address belongs to another machine by now",
@@ -205,24 +202,16 @@ class TlsLinks:
                 # It may be busy with strangers: tried again until the deadline.
                 threading.Event().wait(min(_RETRY_S, max(0.0, remaining_s)))
 
-    def _greet(self, raw: socket.socket) -> ssl.SSLSocket:
+    def _greet(self, raw: socket.socket) -> Connection:
+        connection = self._proved(raw, is_server=False)
         try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = self._client.wrap_socket(raw)
+            connection.send(self._index)
+            connection.receive()  # the other end has accepted
+            connection.limit(None)
         except BaseException:
-            raw.close()
+            connection.close()
             raise
-        try:
-            secret = bound_secret(self._secret, certificate_digest(sock))
-            handshake = Handshake(secret, _MAGIC, is_server=False, wants_signing=False)
-            sock.sendall(handshake.opening)
-            sock.sendall(handshake.feed(_receive(sock, HELLO_BYTES + MAC_BYTES)) + _INDEX.pack(self._index))
-            _receive(sock, 1)  # the other end has accepted
-            sock.settimeout(None)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        return connection
 
     def _accept(self, listener: socket.socket) -> None:
         places = threading.Semaphore(_MAX_STRANGERS)
@@ -238,25 +227,26 @@ class TlsLinks:
 
     def _question(self, raw: socket.socket, places: threading.Semaphore) -> None:
         """Let a rank of the group in; a stranger is dropped without a word."""
-        sock: socket.socket = raw
+        connection: Connection | None = None
         try:
-            raw.settimeout(PROOF_TIMEOUT_S)
-            sock = channel = self._server.wrap_socket(raw, server_side=True)
-            handshake = Handshake(self._own_secret, _MAGIC, is_server=True, wants_signing=False)
-            channel.sendall(handshake.feed(_receive(channel, HELLO_BYTES)))
-            handshake.feed(_receive(channel, MAC_BYTES))
-            (other,) = _INDEX.unpack(_receive(channel, _INDEX.size))
+            connection = self._proved(raw, is_server=True)
+            other, _ = connection.receive()
             with self._joined:
-                if other in self._incoming or other == self._index or other >= self._num_ranks:
-                    raise NotAMember("it has the number of another rank")
-                channel.sendall(b"+")
-                channel.settimeout(None)
-                self._incoming[other] = channel
+                if other in self._incoming or other == self._index or other not in range(self._num_ranks):
+                    raise BadFrame("it has the number of another rank")
+                connection.send(True)
+                connection.limit(None)
+                self._incoming[other] = connection
                 self._joined.notify_all()
-        except (OSError, NotAMember):
-            sock.close()
+        except OSError:
+            if connection is not None:
+                connection.close()
         finally:
             places.release()
+
+    def _proved(self, raw: socket.socket, *, is_server: bool) -> Connection:
+        proved = prove(raw, self._secret, _PROTOCOL, is_server=is_server, timeout_s=PROOF_TIMEOUT_S, tls=self._tls)
+        return Connection(proved, _LIMITS, PROOF_TIMEOUT_S)
 
     def _await_all(self) -> None:
         def missing() -> list[int]:
@@ -269,27 +259,12 @@ class TlsLinks:
     # Moving bytes
 
     def _send(self, rank: int, key: MessageKey, body: memoryview) -> None:
-        sock = self._outgoing[rank]
-        sock.sendall(_HEADER.pack(key.is_collective, key.number, key.part, len(body)))
-        if len(body):
-            sock.sendall(body)
+        self._outgoing[rank].send(key, body)
 
-    def _read(self, rank: int, sock: ssl.SSLSocket) -> None:
+    def _read(self, rank: int, connection: Connection) -> None:
         try:
             while True:
-                is_collective, number, part, num_bytes = _HEADER.unpack(_receive(sock, _HEADER.size))
-                body = _receive(sock, num_bytes)
-                self._mailbox.put(rank, MessageKey(bool(is_collective), number, part), body)
-        except (OSError, ValueError) as error:
+                key, body = connection.receive()
+                self._mailbox.put(rank, MessageKey(*key), body)
+        except (OSError, TypeError) as error:
             self._mailbox.lose(rank, error)
-
-
-def _receive(sock: ssl.SSLSocket, num_bytes: int) -> bytearray:
-    body = bytearray(num_bytes)
-    view = memoryview(body)
-    while view:
-        num_read = sock.recv_into(view)
-        if not num_read:
-            raise ConnectionResetError("the connection was closed")
-        view = view[num_read:]
-    return body

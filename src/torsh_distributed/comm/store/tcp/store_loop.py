@@ -353,7 +353,7 @@ class StoreLoop:
                     break
                 body = bytes(data[start:stop])
                 if peer.receiving is not None:
-                    peer.receiving.check(body, data[start - MAC_BYTES : start])
+                    peer.receiving.check(data[start - MAC_BYTES : start], body)
                 reply = self._answer(peer, body)
                 if reply is not None:
                     replies.append(tcp_protocol.frame(reply, peer.sending))

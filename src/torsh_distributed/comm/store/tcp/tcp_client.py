@@ -22,7 +22,9 @@ from torsh_distributed.comm.store.keyspace import Keyspace, Swap
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.store.tcp.tcp_protocol import ADD, CHECK, DONE, GET, INVALID, SET, TcpField
 from torsh_distributed.comm.store.tcp.tcp_server import TcpStoreServer, tcp_url
-from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.transport.frames import BadFrame
+from torsh_distributed.comm.transport.proof import ProvedSocket, prove
+from torsh_distributed.comm.trust.handshake import MAC_BYTES, NotAMember, Signer
 from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_uid
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
@@ -275,22 +277,20 @@ class TcpKeyspace(Keyspace):
                 store=self.url,
             ) from error
         try:
-            secret = self._secret
-            if self._tls is not None and not is_same_machine(sock):
-                from torsh_distributed.comm.trust.tls_channel import encrypted
-
-                sock.settimeout(min(_remaining_s(deadline), _GREETING_TIMEOUT_S))
-                sock, secret = encrypted(sock, self._tls[0], secret, is_server=False, context=self._tls[1])
-            # Signed beyond this machine, and only if there is a secret to sign with.
-            connection = _StoreConnection(sock, _greet(sock, secret, deadline), self._timeout_s)
+            tls, context = (None, None) if self._tls is None or is_same_machine(sock) else self._tls
+            limit_s = min(_remaining_s(deadline), _GREETING_TIMEOUT_S)
+            proved = prove(
+                sock, self._secret, tcp_protocol.MAGIC, is_server=False, timeout_s=limit_s, tls=tls, context=context
+            )
+            connection = _StoreConnection(proved, self._timeout_s)
             self._open.add(connection)
             connection.ask(_request(b"flush", ()))  # answered only to a client that was let in
             return connection
-        except (OSError, NotAMember) as error:
+        except OSError as error:
             sock.close()
             raise self._not_let_in(error) from error
 
-    def _not_let_in(self, error: Exception) -> TorshError:
+    def _not_let_in(self, error: OSError) -> TorshError:
         if isinstance(error, TimeoutError | BlockingIOError):
             return OperationTimeout(
                 f"the service at {self._name} did not greet like a torsh store",
@@ -299,7 +299,7 @@ class TcpKeyspace(Keyspace):
                 store=self.url,
                 timeout_s=self._timeout_s,
             )
-        if isinstance(error, OSError):
+        if not isinstance(error, BadFrame):
             return StoreRefused(
                 f"the service at {self._name} closed the connection without a greeting",
                 hint="it may be busy with strangers, or not be a torsh store; give all processes the same token",
@@ -324,7 +324,8 @@ class TcpKeyspace(Keyspace):
 class _StoreConnection:
     """One greeted socket, used by one thread at a time. The kernel keeps its time limit: one system call per step."""
 
-    def __init__(self, sock: socket.socket, signers: tuple[Signer, Signer] | None, timeout_s: float) -> None:
+    def __init__(self, proved: ProvedSocket, timeout_s: float) -> None:
+        sock, signers = proved
         self._sock = sock
         self._sending: Signer | None = signers[0] if signers else None
         self._receiving: Signer | None = signers[1] if signers else None
@@ -369,7 +370,7 @@ class _StoreConnection:
         if len(data) > end:
             raise ValueError("the server sent more than was asked for")
         if self._receiving is not None:
-            self._receiving.check(reply, data[_HEADER_BYTES : self._overhead])
+            self._receiving.check(data[_HEADER_BYTES : self._overhead], reply)
         self._used_s = time.monotonic()
         self.has_unanswered = False
         return reply
@@ -427,26 +428,6 @@ def _open_socket(address: StoreAddress, timeout_s: float) -> socket.socket:
 
 def _is_tls(sock: socket.socket) -> bool:
     return hasattr(sock, "do_handshake")
-
-
-def _greet(sock: socket.socket, secret: bytes, deadline: float) -> tuple[Signer, Signer] | None:
-    """Exchange proofs; the signers of the connection, if it is signed. Raises NotAMember or OSError."""
-    deadline = min(deadline, time.monotonic() + _GREETING_TIMEOUT_S)
-    wants_signing = bool(secret) and not is_same_machine(sock) and not _is_tls(sock)
-    handshake = Handshake(secret, tcp_protocol.MAGIC, is_server=False, wants_signing=wants_signing)
-    reply = handshake.opening
-    expected = HELLO_BYTES + MAC_BYTES
-    while True:
-        sock.settimeout(_remaining_s(deadline))
-        if reply:
-            sock.sendall(reply)
-        if handshake.is_done:
-            return handshake.signers()
-        data = sock.recv(expected)
-        if not data:
-            raise ConnectionResetError("the server closed the connection")
-        expected -= len(data)
-        reply = handshake.feed(data)
 
 
 def _remaining_s(deadline: float) -> float:

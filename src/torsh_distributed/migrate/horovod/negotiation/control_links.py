@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import time
 from typing import Any
 
@@ -20,14 +19,13 @@ import torch.distributed as dist
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.meeting.network_interface import address_for_peers, network_identity
-from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.transport.frame_stream import FrameStream
 from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, OperationTimeout
 
-_MAGIC = b"TSHVDCT1"
-_LENGTH = struct.Struct("!I")
+_PROTOCOL = b"TSHVDCT2"
+_MOST_BYTES = 1 << 30
 _READ_BYTES = 1 << 18
-_RANK = struct.Struct("!I")
 
 
 class LinkLost(Exception):
@@ -37,12 +35,13 @@ class LinkLost(Exception):
 class ControlLink:
     """One end of a link. Sending never blocks: what does not fit waits in a buffer for `flush`."""
 
-    def __init__(self, sock: socket.socket, signers: tuple[Signer, Signer] | None, rest: bytes = b"") -> None:
+    def __init__(self, sock: socket.socket, stream: FrameStream, arrived: list[bytes]) -> None:
+        """Of a socket whose other end has proved the secret, with the messages that came right behind the proof."""
         sock.setblocking(False)
         self._sock = sock
-        self._signers = signers
+        self._stream = stream
+        self._arrived = arrived
         self._unsent = bytearray()
-        self._unread = bytearray(rest)
 
     def fileno(self) -> int:
         """For polling."""
@@ -55,11 +54,7 @@ class ControlLink:
 
     def send(self, message: Any) -> None:
         """Send a plain value. Raises LinkLost."""
-        body = msgpack.packb(message)
-        frame = _LENGTH.pack(len(body)) + body
-        if self._signers is not None:
-            frame += self._signers[0].sign(body)
-        self._unsent += frame
+        self._unsent += self._stream.seal(msgpack.packb(message))
         self.flush()
 
     def flush(self) -> None:
@@ -75,43 +70,22 @@ class ControlLink:
 
     def receive(self) -> list[Any]:
         """The messages that have arrived. Raises LinkLost when the other end is gone and everything is read."""
+        messages, self._arrived = self._arrived, []
         is_closed = False
         try:
             while True:
                 data = self._sock.recv(_READ_BYTES)
-                if not data:
-                    is_closed = True
-                    break
-                self._unread += data
+                messages += self._stream.feed(data)
+                is_closed = not data
                 if len(data) < _READ_BYTES:
                     break
         except BlockingIOError:
             pass
         except OSError as error:
             raise LinkLost(error.strerror or str(error)) from error
-        messages = self._take_messages()
         if is_closed and not messages:
             raise LinkLost("the connection was closed")
-        return messages
-
-    def _take_messages(self) -> list[Any]:
-        messages, start, mac = [], 0, MAC_BYTES if self._signers else 0
-        view = self._unread
-        while len(view) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(view, start)
-            end = start + _LENGTH.size + length
-            if len(view) < end + mac:
-                break
-            body = bytes(view[start + _LENGTH.size : end])
-            if self._signers is not None:
-                try:
-                    self._signers[1].check(body, view[end : end + mac])
-                except NotAMember as error:
-                    raise LinkLost(str(error)) from error
-            messages.append(msgpack.unpackb(body, use_list=False))
-            start = end + mac
-        del self._unread[:start]
-        return messages
+        return [msgpack.unpackb(message, use_list=False) for message in messages]
 
     def close(self) -> None:
         """Close the connection; unsent bytes are dropped."""
@@ -176,15 +150,13 @@ def _accept_all(listener: socket.socket, secret: str, num_ranks: int, deadline_s
                 missing_ranks=missing,
             ) from None
         try:
-            handshake = _prove(sock, secret, deadline_s, is_server=True)
-            rest = handshake.rest
-            while len(rest) < _RANK.size:
-                rest += _read(sock)
-            (rank,) = _RANK.unpack_from(rest)
-        except (NotAMember, LinkLost, OSError):
+            stream, arrived = _prove(sock, secret, deadline_s, is_server=True)
+            while not arrived:
+                arrived += stream.feed(_read(sock))
+        except (LinkLost, OSError):
             sock.close()  # a stranger: members follow
             continue
-        links[rank] = ControlLink(sock, handshake.signers(), rest[_RANK.size :])
+        links[msgpack.unpackb(arrived[0])] = ControlLink(sock, stream, arrived[1:])
     return links
 
 
@@ -197,10 +169,10 @@ def _connect(address: str | tuple[str, int], secret: str, rank: int, deadline_s:
         sock.connect(address if is_local else tuple(address))
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake = _prove(sock, secret, deadline_s, is_server=False)
-        sock.sendall(_RANK.pack(rank))
-        return ControlLink(sock, handshake.signers(), handshake.rest)
-    except (NotAMember, LinkLost, OSError) as error:
+        link = ControlLink(sock, *_prove(sock, secret, deadline_s, is_server=False))
+        link.send(rank)
+        return link
+    except (LinkLost, OSError) as error:
         sock.close()
         raise CommunicationError(
             "the first rank of the process set cannot be reached",
@@ -210,16 +182,21 @@ def _connect(address: str | tuple[str, int], secret: str, rank: int, deadline_s:
         ) from error
 
 
-def _prove(sock: socket.socket, secret: str, deadline_s: float, *, is_server: bool) -> Handshake:
+def _prove(sock: socket.socket, secret: str, deadline_s: float, *, is_server: bool) -> tuple[FrameStream, list[bytes]]:
+    """The stream of a connection whose other end has the secret, and the messages that came with the proof."""
     is_local = sock.family == socket.AF_UNIX
     if not is_local and is_server:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    handshake = Handshake(bytes.fromhex(secret), _MAGIC, is_server=is_server, wants_signing=not is_local)
+    stream = FrameStream(
+        bytes.fromhex(secret), _PROTOCOL, is_server=is_server, wants_signing=not is_local, most_bytes=_MOST_BYTES
+    )
     sock.settimeout(_remaining_s(deadline_s))
-    sock.sendall(handshake.opening)
-    while not handshake.is_done:
-        sock.sendall(handshake.feed(_read(sock)))
-    return handshake
+    sock.sendall(stream.take_outgoing())
+    arrived: list[bytes] = []
+    while not stream.is_ready:
+        arrived += stream.feed(_read(sock))
+        sock.sendall(stream.take_outgoing())
+    return stream, arrived
 
 
 def _read(sock: socket.socket) -> bytes:

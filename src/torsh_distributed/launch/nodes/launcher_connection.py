@@ -1,22 +1,21 @@
 """Signed records over a socket, between the launchers of a job.
 
-Both ends prove the job's secret first (see `comm.trust.handshake`). A record on the wire: length (4 bytes, big-endian),
-HMAC-SHA256 over direction, sequence number and body, body (JSON); so without the secret a record can be neither forged,
-replayed nor reflected. It is not encrypted, as records contain no secret, unless the job asks for TLS: then the proof
-is bound to the certificate of the leader (see `comm.trust.job_tls`).
+A record is JSON in a frame of `comm.transport`, signed on every connection: without the secret it can be neither
+forged, replayed nor reflected. It is not encrypted, as records contain no secret, unless the job asks for TLS: then the
+proof is bound to the certificate of the leader (see `comm.trust.job_tls`).
 """
 
 from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.transport.frame_stream import FrameStream
+from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.launch.local.loop import Loop
@@ -25,80 +24,12 @@ from torsh_distributed.launch.nodes.records import Heartbeat, Message, decode, e
 if TYPE_CHECKING:
     from torsh_distributed.comm.trust.tls_channel import TlsChannel
 
-_MAGIC = b"TORSHLN2"
-_LENGTH = struct.Struct("!I")
-_MAX_BODY_BYTES = 1 << 18
+PROTOCOL = b"TORSHLN3"
+MOST_RECORD_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 
 
-class BadRecord(Exception):
-    """What arrived is not a record of a launcher that has the secret; the connection must be closed."""
-
-
-class RecordCodec:
-    """Turns messages into signed bytes and back, for one end of one connection. Pure."""
-
-    def __init__(self, token: str | bytes, *, is_server: bool) -> None:
-        secret = token.encode() if isinstance(token, str) else token
-        self._handshake = Handshake(secret, _MAGIC, is_server=is_server, wants_signing=True)
-        self._outgoing = self._handshake.opening
-        self._sending: Signer | None = None
-        self._receiving: Signer | None = None
-        self._buffer = bytearray()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the other end has proved the secret, so records can be sent."""
-        return self._handshake.is_done
-
-    def take_outgoing(self) -> bytes:
-        """What the handshake has to send now, before any record."""
-        outgoing, self._outgoing = self._outgoing, b""
-        return outgoing
-
-    def seal(self, message: Message) -> bytes:
-        """The bytes of the next record; only once ready."""
-        if self._sending is None:
-            raise BadRecord("a record before the proof")
-        body = encode(message)
-        return _LENGTH.pack(len(body)) + self._sending.sign(body) + body
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The records that `data` completes, all of them genuine; raises BadRecord at the first that is not."""
-        try:
-            if not self._handshake.is_done:
-                self._outgoing += self._handshake.feed(data)
-                signers = self._handshake.signers() if self._handshake.is_done else None
-                if signers is None:
-                    return []
-                self._sending, self._receiving = signers
-                data = self._handshake.rest
-            self._buffer += data
-            messages = []
-            while (body := self._take_body()) is not None:
-                messages.append(decode(body))
-        except (NotAMember, SerializationError) as error:
-            raise BadRecord(str(error)) from error
-        return messages
-
-    def _take_body(self) -> bytes | None:
-        head = _LENGTH.size + MAC_BYTES
-        if len(self._buffer) < head:
-            return None
-        (length,) = _LENGTH.unpack(self._buffer[: _LENGTH.size])
-        if length > _MAX_BODY_BYTES:
-            raise BadRecord(f"a record of {length} bytes is too long")
-        if len(self._buffer) < head + length:
-            return None
-        mac = bytes(self._buffer[_LENGTH.size : head])
-        body = bytes(self._buffer[head : head + length])
-        assert self._receiving is not None, "records follow the proof"
-        self._receiving.check(body, mac)
-        del self._buffer[: head + length]
-        return body
-
-
-class Connection:
+class LauncherConnection:
     """One end of a connection, driven by the loop; only `beat` may be called from another thread.
 
     `on_message` is called with every genuine record; `on_close` once, with the reason, when the other end is gone
@@ -121,7 +52,7 @@ class Connection:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._secret = token.encode()
-        self._codec: RecordCodec | None = None
+        self._stream: FrameStream | None = None
         """None while a client does not know the certificate yet that its proof is bound to."""
         if tls is None:
             self._begin(self._secret, is_server=is_server)
@@ -135,8 +66,10 @@ class Connection:
         loop.watch(self._sock.fileno(), self._serve, writable=True)
 
     def _begin(self, secret: bytes, *, is_server: bool) -> None:
-        self._codec = RecordCodec(secret, is_server=is_server)
-        self._outgoing += self._codec.take_outgoing()
+        self._stream = FrameStream(
+            secret, PROTOCOL, is_server=is_server, wants_signing=True, most_bytes=MOST_RECORD_BYTES
+        )
+        self._outgoing += self._stream.take_outgoing()
 
     def send(self, message: Message) -> None:
         """Queue a record, to be sent as fast as the other end reads. Dropped if the connection is closed."""
@@ -150,9 +83,9 @@ class Connection:
     def beat(self) -> None:
         """Send a sign of life at once, from any thread. Nothing is sent before the other end has proved the secret."""
         with self._lock:
-            if not self._is_open or self._codec is None or not self._codec.is_ready:
+            if not self._is_open or self._stream is None or not self._stream.is_ready:
                 return
-            self._outgoing += self._codec.seal(Heartbeat())
+            self._outgoing += self._stream.seal(encode(Heartbeat()))
             try:
                 del self._outgoing[: self._sock.send(self._outgoing)]
             except OSError:
@@ -160,12 +93,12 @@ class Connection:
                 return
 
     def _seal_waiting(self) -> None:
-        if self._codec is None:
+        if self._stream is None:
             return
-        self._outgoing += self._codec.take_outgoing()
-        if self._codec.is_ready:
+        self._outgoing += self._stream.take_outgoing()
+        if self._stream.is_ready:
             for message in self._waiting:
-                self._outgoing += self._codec.seal(message)
+                self._outgoing += self._stream.seal(encode(message))
             self._waiting = []
 
     def _meet_server(self) -> None:
@@ -188,9 +121,9 @@ class Connection:
     def _exchange(self) -> list[Message] | str:
         """Write what can be written and read what has come: the records, or why the connection cannot go on."""
         try:
-            if self._codec is None:
+            if self._stream is None:
                 self._meet_server()
-            assert self._codec is not None, "made by now"
+            assert self._stream is not None, "made by now"
             self._write()
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -201,8 +134,8 @@ class Connection:
             return "it closed the connection"
         self.last_heard_s = time.monotonic()
         try:
-            messages = self._codec.feed(data)
-        except BadRecord as error:
+            messages = [decode(record) for record in self._stream.feed(data)]
+        except (BadFrame, SerializationError) as error:
             return str(error)
         self._seal_waiting()
         if self._outgoing:

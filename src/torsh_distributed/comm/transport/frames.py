@@ -1,0 +1,84 @@
+"""What travels on a connection once both ends have proved the job's secret.
+
+::
+
+    frame = bytes of the head (4) | of the payload (8) | head | signature (32) | payload | signature (32)
+
+Signatures are there on signed connections alone, the second only with a payload. Why two: the head says where the
+payload goes, so it is checked before it is believed, and the payload can be received where it stays.
+
+Pure: bytes in, bytes out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torsh_distributed.comm.trust.handshake import MAC_BYTES, NotAMember, Signer
+
+Buffer = bytes | bytearray | memoryview
+_LENGTHS = struct.Struct("!IQ")
+LENGTHS_BYTES = _LENGTHS.size
+
+
+class BadFrame(ConnectionAbortedError):
+    """What arrived is no frame of a member of the job. The connection is of no use any more: close it."""
+
+
+class FrameLimits(NamedTuple):
+    """The most that a frame may have: checked before memory is taken for it."""
+
+    head_bytes: int
+    payload_bytes: int = 0
+
+
+class Frames:
+    """Seals and checks the frames of one end of a connection, each direction in its order."""
+
+    def __init__(self, signers: tuple[Signer, Signer] | None, limits: FrameLimits) -> None:
+        self._sending: Signer | None = None if signers is None else signers[0]
+        self._receiving: Signer | None = None if signers is None else signers[1]
+        self._limits = limits
+        self.signature_bytes = 0 if signers is None else MAC_BYTES
+
+    def seal(self, head: Buffer, parts: Sequence[Buffer] = ()) -> list[Buffer]:
+        """What to send, in order. The parts of the payload are not copied. BadFrame if a frame may not be that long."""
+        views = [view for part in parts if (view := memoryview(part).cast("B"))]
+        lengths = _LENGTHS.pack(len(head), sum(map(len, views)))
+        self._check_lengths(*_LENGTHS.unpack(lengths))
+        if self._sending is None:
+            return [lengths + head, *views]
+        sealed: list[Buffer] = [lengths + head + self._sending.sign(lengths, head), *views]
+        return [*sealed, self._sending.sign(*views)] if views else sealed
+
+    def lengths(self, prefix: Buffer) -> tuple[int, int]:
+        """The bytes of head and payload that the first bytes of a frame announce. BadFrame if they are too many."""
+        num_head, num_payload = _LENGTHS.unpack(prefix)
+        self._check_lengths(num_head, num_payload)
+        return num_head, num_payload
+
+    def check_head(self, prefix: Buffer, head: Buffer, signature: Buffer) -> None:
+        """Raise BadFrame unless this is the next head and its signature."""
+        self._check(signature, prefix, head)
+
+    def check_payload(self, payload: Buffer, signature: Buffer) -> None:
+        """Raise BadFrame unless this payload belongs to the last head."""
+        self._check(signature, payload)
+
+    def _check(self, signature: Buffer, *parts: Buffer) -> None:
+        if self._receiving is None:
+            return
+        try:
+            self._receiving.check(signature, *parts)
+        except NotAMember as error:
+            raise BadFrame(str(error)) from error
+
+    def _check_lengths(self, num_head: int, num_payload: int) -> None:
+        most = self._limits
+        if num_head > most.head_bytes or num_payload > most.payload_bytes:
+            raise BadFrame(
+                f"a message of {num_head} + {num_payload} bytes is longer than the {most.head_bytes} + "
+                f"{most.payload_bytes} that are allowed here"
+            )
