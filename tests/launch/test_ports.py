@@ -14,13 +14,17 @@ import pytest
 from tests.bed.world import World
 from tests.lab.network import Lab
 from tests.launch.jobs import launch, write_script
-from torsh_distributed.errors import CommunicationError, InvalidArgument
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
+from torsh_distributed.launch import ports
 from torsh_distributed.launch.nodes.listening_sockets import listen_in_range
-from torsh_distributed.launch.ports import RANGE_VARIABLE, meeting_variables, port_variables
+from torsh_distributed.launch.ports import RANGE_VARIABLE, can_be_preloaded, meeting_variables, port_variables
 from torsh_distributed.launch.spec import Entry, JobSpec, parse_port_range
 from torsh_distributed.native import PORT_LIMIT
 
-built = pytest.mark.skipif(not PORT_LIMIT.target.exists(), reason="the library was not built: no C compiler")
+built = pytest.mark.skipif(
+    not (PORT_LIMIT.target.exists() and can_be_preloaded(str(PORT_LIMIT.target))),
+    reason="the library was not built (no C compiler), or its path has a space",
+)
 
 LISTENING = """
 import torch.distributed as dist
@@ -90,6 +94,15 @@ def test_the_store_takes_the_first_free_port_and_says_when_there_is_none() -> No
         ):
             listen_in_range("127.0.0.1", (31_201, 31_202), besides=0)
     assert isinstance(first, socket.socket)
+
+
+def test_a_path_that_the_linker_would_split_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = tmp_path / "a b" / PORT_LIMIT.target.name
+    target.parent.mkdir()
+    target.touch()
+    monkeypatch.setattr(ports, "PORT_LIMIT", PORT_LIMIT._replace(target=target))
+    with pytest.raises(FeatureNotAvailable, match="no path with a space"):
+        ports.require_port_limit()
 
 
 @pytest.mark.parametrize(

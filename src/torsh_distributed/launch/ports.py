@@ -20,6 +20,17 @@ def require_port_limit() -> None:
             hint="install a C compiler and Python's headers, then `python -m torsh_distributed.native`",
             library=str(PORT_LIMIT.target),
         )
+    if not can_be_preloaded(str(PORT_LIMIT.target)):
+        raise FeatureNotAvailable(
+            f"--port-range needs a library in {_PRELOAD}, which takes no path with a space or a colon",
+            hint="install torsh-distributed in a directory whose path has neither",
+            library=str(PORT_LIMIT.target),
+        )
+
+
+def can_be_preloaded(path: str) -> bool:
+    """Whether the dynamic linker takes this path: it splits what it is told to load at spaces and colons."""
+    return not any(character.isspace() or character == ":" for character in path)
 
 
 def port_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str, str]:
