@@ -31,7 +31,7 @@ def check(report: dict[str, Any], num: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_forged_files_are_refused_in_words() -> None:
-    check(hunted(90, seed=7), 90)
+    check(hunted(45, seed=7), 45)
 
 
 @pytest.mark.matrix

@@ -23,6 +23,7 @@ def run(*words: str, library: str = "horovod", timeout_s: float = 110) -> subpro
     return subprocess.run([*TORSH, library, *words], capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.matrix
 def test_the_digits_are_learned_and_the_timeline_is_there(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
     done = run(
@@ -76,6 +77,7 @@ def test_an_elastic_script_goes_on_in_place_and_takes_a_new_worker_in(tmp_path: 
     assert float(finish[2]) < 0.5
 
 
+@pytest.mark.matrix
 def test_a_resnet_with_oss_and_sharded_ddp_learns_its_shapes(tmp_path: Path) -> None:
     saved = tmp_path / "model.pt"
     script = str(FOLDER / "fairscale_resnet.py")

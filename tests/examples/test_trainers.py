@@ -36,6 +36,7 @@ IMPORTS = {
     "torchvision_resnet": ("torchvision",),
 }
 SHORT = ("torch_ddp", "torsh")
+QUICK = ("torch_ddp", "accelerate_script", "torch_fsdp2")
 LINE = re.compile(r"loss (\d+\.\d+) on (\S+)")
 
 
@@ -84,7 +85,17 @@ def cases() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("script", [pytest.param(script, marks=needs(script), id=script.stem) for script in SCRIPTS])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            script,
+            marks=[*needs(script), *([] if script.stem in QUICK else [pytest.mark.matrix])],
+            id=script.stem,
+        )
+        for script in SCRIPTS
+    ],
+)
 def test_every_example_trains_on_our_backend(world: World, script: Path) -> None:
     imports = IMPORTS.get(script.stem, ())
     outcomes = world.outcomes(as_main, script, backend=None, timeout_s=60, imports=imports)

@@ -179,6 +179,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 def test_training_with_shards_gives_one_process_losses(world: World) -> None:
     assert set(MODELS) >= {name for name, _ in CASES}
     for curves in world.run(train_all, CASES, backend="torsh", timeout_s=180):

@@ -132,6 +132,7 @@ def test_experts_go_to_other_ranks_bit_for_bit(world: World, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.matrix
 def test_offloaded_tiers_and_shared_updates_bit_for_bit(world: World, tmp_path: Path) -> None:
     check(
         world,

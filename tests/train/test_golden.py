@@ -102,6 +102,7 @@ def sharded_in_fp16(init_loss_scale: float) -> tuple[list[float], int, float | N
     return losses, engine.num_skipped, engine.precision.loss_scale
 
 
+@pytest.mark.matrix
 def test_shards_in_fp16_skip_together_and_stay_close(world: World) -> None:
     """The bound of fp16 is 0.003; the second run begins with a loss scale that is far too large."""
     for losses, num_skipped, _ in world.run(sharded_in_fp16, 65536.0, backend="torsh", timeout_s=60):

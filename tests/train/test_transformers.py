@@ -200,5 +200,6 @@ def all_of_it(folder: Path) -> None:
     trains_adapters(folder / "adapter")
 
 
+@pytest.mark.matrix
 def test_transformers_models_train_as_in_one_process(world: World, tmp_path: Path) -> None:
     world.run(all_of_it, tmp_path, timeout_s=100, imports=GENERATION)

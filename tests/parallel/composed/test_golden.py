@@ -40,7 +40,11 @@ def train_all(cases: list[tuple[str, Plan]]) -> list[list[tuple[float, float]]]:
     ("num_ranks", "cases"),
     [
         (2, [("odd", plan_of(MeshConfig(pp=2))), ("gpt", plan_of(MeshConfig(tp=2), tensor=SPLIT))]),
-        (4, [("gpt", plan_of(MeshConfig(dp=2, pp=2))), ("gpt", plan_of(MeshConfig(dp=1, shard=2, tp=2)))]),
+        pytest.param(
+            4,
+            [("gpt", plan_of(MeshConfig(dp=2, pp=2))), ("gpt", plan_of(MeshConfig(dp=1, shard=2, tp=2)))],
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             4,
             [("odd", plan_of(MeshConfig(dp=1, shard=2, pp=2))), ("gpt", plan_of(MeshConfig(dp=1, pp=2, cp=2)))],

@@ -182,6 +182,7 @@ def short_form() -> None:
     look()
 
 
+@pytest.mark.matrix
 def test_stages_and_split_sequences_in_short(world: World) -> None:
     """Losses of one process, bad batches refused on every rank, evaluation and state of a pipeline."""
     world.run(short_form, num_ranks=2, backend="torsh", timeout_s=100, imports=TRANSFORMERS)

@@ -62,6 +62,7 @@ def train_by_plan(meshes: list[dict[str, int]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.matrix
 def test_the_engine_reaches_the_losses_of_one_process(world: World) -> None:
     expected, _ = one_process(CONFIG, 6)
     meshes = [{"ep": 4}, {"ep": 2, "dp": 2}, {"dp": 4}, {"shard": 4}]

@@ -49,6 +49,7 @@ def require_equal_or_refused(found: dict[tuple[str, str], str]) -> None:
             assert verdict == "equal", (cell, verdict)
 
 
+@pytest.mark.matrix
 def test_a_few_models_train_as_one_process_does(world: World) -> None:
     require_equal_or_refused(verdicts(world, SHORT, 2))
 

@@ -39,7 +39,9 @@ def check(world: World, axis: str, names: list[str], num_ranks: int = 2) -> None
                 assert message in losses
 
 
-@pytest.mark.parametrize("axis", SINGLE)
+@pytest.mark.parametrize(
+    "axis", [axis if axis in ("shard", "tp") else pytest.param(axis, marks=pytest.mark.matrix) for axis in SINGLE]
+)
 def test_the_ones_that_look_at_more_than_elements(world: World, axis: str) -> None:
     check(world, axis, SHORT)
 

@@ -23,6 +23,7 @@ from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss
 
 SPLIT = ["shard", "zero1", "tp"]
+LONG = pytest.mark.matrix
 CLIP = 0.3
 
 
@@ -102,7 +103,7 @@ def train(axis: str, names: list[str]) -> list[list[float]]:
     return [steps_of(engine_of(axis, name, gradient_accumulation=2)) for name in names]
 
 
-@pytest.mark.parametrize("axis", SPLIT)
+@pytest.mark.parametrize("axis", [pytest.param("shard", marks=LONG), pytest.param("zero1", marks=LONG), "tp"])
 def test_groups_frozen_parameters_clipping_and_accumulation(world: World, axis: str) -> None:
     names = ["Adafactor", "Lars", "Muon and Adam"]
     for found in world.run(train, axis, names, backend="torsh", timeout_s=110):
@@ -123,7 +124,7 @@ def go_on(axis: str, names: list[str]) -> list[list[float]]:
     return [steps_of(engine_of(axis, name, num_steps_before=3), 3, 6) for name in names]
 
 
-@pytest.mark.parametrize("axis", ["shard", "tp"])
+@pytest.mark.parametrize("axis", ["shard", pytest.param("tp", marks=LONG)])
 def test_an_optimizer_goes_on_with_the_state_it_has(world: World, axis: str) -> None:
     names = ["Adagrad", "Adafactor", "AdamW, foreach"]
     for found in world.run(go_on, axis, names, backend="torsh", timeout_s=110):
@@ -153,11 +154,11 @@ def only_load(name: str, path: Path) -> list[float]:
     ("first", "second", "name"),
     [
         ("shard", "tp", "Adafactor"),
-        ("tp", "zero1", "Lamb"),
-        ("zero1", "shard", "Muon and Adam"),
-        pytest.param("zero1", "pp", "Adafactor", marks=pytest.mark.matrix),
-        pytest.param("pp", "shard", "Lamb", marks=pytest.mark.matrix),
-        pytest.param("tp", "shard", "Muon and Adam", marks=pytest.mark.matrix),
+        pytest.param("tp", "zero1", "Lamb", marks=LONG),
+        pytest.param("zero1", "shard", "Muon and Adam", marks=LONG),
+        pytest.param("zero1", "pp", "Adafactor", marks=LONG),
+        pytest.param("pp", "shard", "Lamb", marks=LONG),
+        pytest.param("tp", "shard", "Muon and Adam", marks=LONG),
     ],
 )
 def test_a_checkpoint_fits_every_other_plan_and_world(
@@ -186,7 +187,7 @@ def _num_elements(optimizer: Optimizer) -> int:
     return sum((value.to_local() if hasattr(value, "to_local") else value).numel() for value in values if value.dim())
 
 
-@pytest.mark.parametrize("axis", ["shard", "zero1"])
+@pytest.mark.parametrize("axis", [pytest.param("shard", marks=LONG), "zero1"])
 def test_the_ranks_together_keep_the_state_once(world: World, axis: str) -> None:
     (first, whole), (second, _) = world.run(kept_elements, axis, "Lamb", backend="torsh", timeout_s=110)
     assert first + second == whole
@@ -214,7 +215,7 @@ def declared(params: Any) -> Optimizer:
     return made
 
 
-@pytest.mark.parametrize("axis", ["zero1", "tp"])
+@pytest.mark.parametrize("axis", [pytest.param("zero1", marks=LONG), "tp"])
 def test_only_what_needs_whole_tensors_gets_them(world: World, axis: str) -> None:
     # Lars computes with DTensors, whose norms are those of the whole.
     expected = {"AdamW": False, "SignSgd": False, "Lars": axis == "tp", "declared": False}

@@ -111,6 +111,7 @@ def measure_slow() -> dict[str, list[dict[str, float]]]:
     return found
 
 
+@pytest.mark.matrix
 def test_slow_ranks_are_waited_for_along_their_axis_alone(world: World) -> None:
     layout = MeshLayout(MeshConfig(dp=2, tp=2))
     found = world.run(measure_slow, num_ranks=4, backend="torsh", timeout_s=90)[0]

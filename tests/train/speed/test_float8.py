@@ -105,6 +105,7 @@ def compare() -> None:
             assert losses_on(mesh, recipe) == pytest.approx(found, rel=0.01), (mesh, recipe)
 
 
+@pytest.mark.matrix
 def test_losses_stay_close_to_bf16_and_ranks_train_as_one_process(world: World) -> None:
     world.run(compare, imports=TORCHAO, timeout_s=60)
 
