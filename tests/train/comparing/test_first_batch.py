@@ -23,6 +23,8 @@ AXES = ("tp", "pp", "cp")
 
 
 def plan_for(axis: str) -> Plan:
+    if axis == "shard × tp":
+        return Plan(mesh=MeshConfig(dp=1, shard=2, tp=2))
     pipeline = {"pipeline": PipelineConfig(num_microbatches=2)} if axis == "pp" else {}
     return Plan(mesh=MeshConfig(dp=1, **{axis: 2}), **pipeline)
 
@@ -42,10 +44,10 @@ def outcomes(cases: list[tuple[str, str]]) -> list[list[float] | str]:
     return [outcome(*case) for case in cases]
 
 
-def run(world: World, cases: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+def run(world: World, cases: list[tuple[str, str]], *, num_ranks: int = 2) -> dict[tuple[str, str], str]:
     """The refusals; everything else must be equal to one process."""
     refused: dict[tuple[str, str], str] = {}
-    for results in world.run(outcomes, cases, num_ranks=2, backend="torsh", timeout_s=100):
+    for results in world.run(outcomes, cases, num_ranks=num_ranks, backend="torsh", timeout_s=100):
         for case, result in zip(cases, results, strict=True):
             if isinstance(result, str):
                 refused[case] = result
@@ -57,6 +59,11 @@ def run(world: World, cases: list[tuple[str, str]]) -> dict[tuple[str, str], str
 def test_a_feed_forward_part_that_mixes_features_is_equal_on_tensor_ranks(world: World) -> None:
     names = ["centred", "rms_norm", "layer_norm", "scaled", "weight_norm", "spectral_norm"]
     assert run(world, [(name, "tp") for name in names]) == {}
+
+
+def test_what_a_sharded_model_has_gathered_is_left_alone(world: World) -> None:
+    """It is freed in between: writing it back would end the process."""
+    assert run(world, [("plain", "shard × tp")], num_ranks=4) == {}
 
 
 def test_what_mixes_positions_is_refused_by_name(world: World) -> None:

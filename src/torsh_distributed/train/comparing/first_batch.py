@@ -366,6 +366,7 @@ class FirstBatchComparison:
     def _as_before(self, setup: _Setup, answer: _Answer) -> Iterator[None]:
         """Around the split model's run: modes as for the whole one; afterwards everything is as it was."""
         strategy = setup.strategy
+        strategy.reshard()  # what a forward has gathered is freed in between, and cannot be written back
         params = list(strategy.unwrapped.parameters())
         grads = [param.grad for param in params]
         with ExitStack() as stack:
@@ -381,6 +382,7 @@ class FirstBatchComparison:
             try:
                 yield
             finally:
+                strategy.reshard()
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad
 
