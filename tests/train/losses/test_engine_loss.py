@@ -127,6 +127,27 @@ def test_two_ranks_have_the_losses_of_one_process(world: World, name: str, accum
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def losses_after_an_empty_pass(name: str) -> list[float]:
+    model = make_model()
+    plan = Plan(training={"gradient_accumulation": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = parallelize(model, optimizer, plan, loss_fn=LOSSES[name])
+    return [engine.step(batch) for batch in with_an_empty_half()]
+
+
+def with_an_empty_half() -> list[tuple[Tensor, Tensor]]:
+    batches = [(tokens, labels.clone()) for tokens, labels in make_batches()]
+    batches[0][1][: ROWS // 2] = -100
+    return batches
+
+
+@pytest.mark.parametrize("name", ["flat", "selected", "sum and count"])
+def test_the_first_pass_of_all_may_have_no_label(world: World, name: str) -> None:
+    expected = plain(LOSSES[name], with_an_empty_half())
+    (losses,) = world.run(losses_after_an_empty_pass, name, num_ranks=1)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["flat", "selected", "sum and count", "class weights", "sum"])
 def test_shards_have_the_losses_of_one_process(world: World, name: str) -> None:
     for losses in world.run(train, name, {"mesh": {"shard": 2}}):

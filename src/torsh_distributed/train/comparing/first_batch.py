@@ -104,8 +104,12 @@ class FirstBatchComparison:
         self._whole: WholeCopy | None = None
         if self._has_experts and plan.mesh.pp > 1 and plan.pipeline.num_microbatches > 1:
             self._why_not = "its experts count load and capacity by microbatch"
-        elif plan.mesh.shard > 1 and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.ep) > 1:
-            self._why_not = "its shards keep what a pass leaves behind"
+        elif self._has_low_shards and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.ep) > 1:
+            self._why_not = f"its shards compute in {plan.precision.dtype}"
+        elif plan.mesh.shard > 1 and plan.fsdp.gather_codec != "none":
+            self._why_not = f"its shards are gathered in {plan.fsdp.gather_codec}"
+        elif plan.compress.method != "none":
+            self._why_not = "its gradients are compressed, which no comparison may begin"
         elif is_on_meta(model):
             self._why_not = "it is built on the meta device, so no rank has had all of it"
         elif plan.training.sync_batch_norm:
@@ -138,8 +142,6 @@ class FirstBatchComparison:
         rows: Batch = None
         if setup.loss.is_collective or self._plan.training.loss_is == "global_mean":
             why_not = why_not or "ranks communicate in its loss"
-        elif strategy.compressor is not None:
-            why_not = why_not or "its gradients are compressed, which no comparison may begin"
         elif self._whole is not None and _lacks_memory(self._whole.num_bytes, device):
             why_not = why_not or "there is no memory for all of it on one rank"
         try:
@@ -325,8 +327,8 @@ class FirstBatchComparison:
         return (
             answer.in_precision
             or not dtypes <= {torch.float32, torch.float64}
-            or (precision.dtype != "fp32" and self._plan.mesh.shard > 1)
             or precision.dtype == "fp8"
+            or precision.reduce_dtype not in ("same", "fp32")
             or torch.backends.cuda.matmul.allow_tf32
         )
 

@@ -77,7 +77,9 @@ class StepWeights:
             computed = ComputedCount(torch.zeros_like(computed.count), torch.zeros_like(computed.ratio))
         self._counts.append(computed)
         if self.assumed is None:
-            self.assumed = self._added() * (1 if self.is_exact else self.num_pieces)
+            added = self._added()
+            # Any number will do where the step is corrected, but not the 0 of first microbatches without a label.
+            self.assumed = added if self.is_exact else torch.where(added > 0, added, 1.0) * self.num_pieces
         if self.is_exact:
             self.total = self.assumed
         elif number == self.num_pieces - 1:
