@@ -79,7 +79,7 @@ class World:
         *args: Any,
         num_ranks: int = 2,
         backend: str | None = "gloo",
-        timeout_s: float = 25.0,
+        timeout_s: float = 60.0,
         env: dict[str, str] | None = None,
         hosts: Sequence[Host] = (),
         imports: tuple[str, ...] = (),

@@ -118,7 +118,7 @@ def all_first_calls() -> tuple[Any, Any, str]:
 
 @pytest.mark.needs_command("g++")
 def test_layers_say_that_they_are_compiled_and_where_they_break(world: World) -> None:
-    plain, breaking, message = world.run(all_first_calls, num_ranks=1, imports=INDUCTOR, timeout_s=60)[0]
+    plain, breaking, message = world.run(all_first_calls, num_ranks=1, imports=INDUCTOR, timeout_s=110)[0]
     seen, is_equal, warned = plain
     assert is_equal
     assert not warned

@@ -107,7 +107,7 @@ def compare() -> None:
 
 @pytest.mark.matrix
 def test_losses_stay_close_to_bf16_and_ranks_train_as_one_process(world: World) -> None:
-    world.run(compare, imports=TORCHAO, timeout_s=60)
+    world.run(compare, imports=TORCHAO, timeout_s=110)
 
 
 def in_stages() -> None:
@@ -143,9 +143,9 @@ def with_experts() -> None:
 @pytest.mark.matrix
 @pytest.mark.needs_library("transformers")
 def test_spread_experts_train_as_one_process(world: World) -> None:
-    world.run(with_experts, imports=(*TORCHAO, *TRANSFORMERS), backend="torsh", timeout_s=60)
+    world.run(with_experts, imports=(*TORCHAO, *TRANSFORMERS), backend="torsh", timeout_s=110)
 
 
 @pytest.mark.matrix
 def test_stages_train_as_one_process(world: World) -> None:
-    world.run(in_stages, imports=TORCHAO, timeout_s=60)
+    world.run(in_stages, imports=TORCHAO, timeout_s=110)
