@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
+from tests.launch.jobs import launch, write_script
 from tests.parallel.composed.test_combinations import CLIP, INTERLEAVED, STEPS, engine_of, plan_of, run
 from tests.parallel.composed.test_experts import engine_of as expert_engine
 from tests.parallel.composed.test_experts import plan_of as expert_plan
@@ -253,3 +254,32 @@ def test_every_rank_gets_a_clear_error(world: World, tmp_path: Path) -> None:
         assert "model.weight is not in the checkpoint; the most similar there is" in texts[5]
         assert "model.0.bias is in the checkpoint, but not in the model" in texts[5]
         assert "step 0 was not saved: rank 1:" in texts[6]
+
+
+RESUMING = """
+import torch
+import torsh_distributed as td
+plan = td.Plan.model_validate({
+    "training": {"steps": 9, "batch_size": 4},
+    "checkpoint": {"enabled": True, "dir": os.path.join(folder, "checkpoints"), "every_steps": 3},
+})
+with td.distributed(plan, backend="torsh"):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = td.parallelize(model, optimizer, plan, loss_fn=torch.nn.functional.mse_loss)
+    last = 5 if engine.resume() else 3
+    while engine.num_steps < last:
+        engine.step((torch.ones(4, 4), torch.ones(4, 2)))
+    engine.checkpoints.close()
+    assert last != 5, "on purpose"
+"""
+
+
+def test_the_verdict_on_a_resumed_job_names_what_it_went_on_from(world: World, tmp_path: Path) -> None:
+    script = write_script(tmp_path, RESUMING)
+    (outcome,) = launch(world, script, nproc_per_node=1)
+    assert outcome.value == 0, outcome.output
+    (outcome,) = launch(world, script, nproc_per_node=1)
+    assert outcome.value == 1
+    assert "AssertionError: on purpose" in outcome.output
+    assert "last step: 5; last checkpoint: step 3" in outcome.output

@@ -282,8 +282,10 @@ class CheckpointManager:
         elif with_generators:
             reseed(seed + metadata.step + rank)
         self._triggers.resumed(saved.values.get("_best"))
-        event = events.CheckpointEvent(action="loaded", path=saved.place, step=metadata.step, num_bytes=saved.num_bytes)
-        events.emit(event)
+        action = saved.load_action if with_generators else "model loaded"
+        events.emit(
+            events.CheckpointEvent(action=action, path=saved.place, step=metadata.step, num_bytes=saved.num_bytes)
+        )
         return own
 
     def list(self) -> Sequence[CheckpointMetadata]:

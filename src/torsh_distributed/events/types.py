@@ -183,7 +183,9 @@ class CheckpointEvent(Event):
     kind: ClassVar[str] = "checkpoint"
 
     action: str
-    """copied (training waited for it), saved, uploaded, loaded, damaged; replica copied, stored, skipped or failed."""
+    """copied (training waited for it), saved, uploaded, damaged; loaded (training goes on from it), model loaded (only
+    the model's part), found (on disk, while training goes on from memory); replica copied, stored, skipped, failed or
+    loaded."""
     path: str
     step: int
     num_bytes: int | None = None

@@ -168,9 +168,11 @@ class EngineCheckpoints:
         if in_memory is not None:
             if on_disk is None or in_memory.metadata.step >= on_disk:
                 metadata = self.restore(in_memory)
+                if on_disk is not None:
+                    path = str(self._manager(None).directory.step_path(on_disk))
+                    events.emit(events.CheckpointEvent(action="found", path=path, step=on_disk))
                 if process_group.rank() == 0:
                     _log.info("resumed at step %d from memory: no checkpoint was read", metadata.step)
-                events.emit(events.CheckpointEvent(action="replica loaded", path=in_memory.place, step=metadata.step))
                 return metadata
             in_memory.close()
         return None if on_disk is None else self.load()

@@ -196,6 +196,8 @@ def _report_of(plain: Sequence[Any]) -> SurvivorReport:
 class RecoveredState(SavedSnapshot):
     """A state in the memory of the survivors; close it once all ranks have loaded it."""
 
+    load_action = "replica loaded"
+
     def __init__(
         self,
         plan: RecoveryPlan,

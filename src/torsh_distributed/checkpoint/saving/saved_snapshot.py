@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torsh_distributed.unreadable_data import unreadable_as
 
 class SavedSnapshot(SavedState):
     """The state of one step: boxes of whole tensors, and values."""
+
+    load_action: ClassVar[str] = "loaded"
+    """What the event says once training goes on from it."""
 
     def __init__(
         self, place: str, metadata: CheckpointMetadata, index: TensorIndex, values: Mapping[str, Any], *, num_bytes: int

@@ -29,6 +29,19 @@ def test_the_last_step_and_the_last_saved_step_are_read_back(tmp_path: Path) -> 
     assert read_progress(path) == Progress(step=8, checkpoint_step=5)
 
 
+def test_what_training_goes_on_from_is_the_last_checkpoint_until_one_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    with ProgressWriter(path):
+        emit(CheckpointEvent(action="model loaded", path="pretrained", step=5000))
+        emit(CheckpointEvent(action="replica loaded", path="memory of the ranks at step 104", step=104))
+        assert read_progress(path) == Progress()
+        emit(CheckpointEvent(action="loaded", path="c", step=100))
+        emit(StepEvent(step=101, duration_s=0.1))
+        assert read_progress(path) == Progress(step=101, checkpoint_step=100)
+        emit(CheckpointEvent(action="saved", path="c", step=110))
+    assert read_progress(path) == Progress(step=101, checkpoint_step=110)
+
+
 def test_progress_survives_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     pid = os.fork()

@@ -1,8 +1,8 @@
 """A rank's progress in a small file that outlives it, for the launcher's report on a dead rank.
 
-The file is one record of 28 bytes, written with one pwrite: magic, last completed step, last step saved in a
-checkpoint (-1: none yet), CRC-32 of what precedes, little-endian. A torn or foreign record fails the checksum and
-reads as unknown.
+The file is one record of 28 bytes, written with one pwrite: magic, last completed step, step of the last checkpoint,
+saved or gone on from (-1: none yet), CRC-32 of what precedes, little-endian. A torn or foreign record fails the
+checksum and reads as unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The last step a rank completed, and the last one saved in a checkpoint."""
+    """The last step a rank completed, and that of the last checkpoint: saved by it, or else what it went on from."""
 
     step: int | None = None
     checkpoint_step: int | None = None
@@ -78,8 +78,11 @@ class ProgressWriter:
         def take(event: Event) -> None:
             if isinstance(event, StepEvent):
                 self.record(step=event.step)
-            elif isinstance(event, CheckpointEvent) and event.action == "saved" and event.error is None:
-                self.record(checkpoint_step=event.step)
+            elif isinstance(event, CheckpointEvent) and event.error is None:
+                # What training goes on from is the last checkpoint until it has saved one of its own.
+                is_before = event.action in ("loaded", "found") and self.progress.checkpoint_step is None
+                if event.action == "saved" or is_before:
+                    self.record(checkpoint_step=event.step)
             elif isinstance(event, MembershipEvent) and event.action == "leaving" and on_leaving is not None:
                 on_leaving()
 
