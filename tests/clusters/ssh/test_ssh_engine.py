@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.bed.ports import free_port
 from tests.lab.network import Lab
 from tests.lab.ssh_hosts import SshHosts
 from torsh_distributed.clusters.ssh.ssh_engine import SshEngine
@@ -51,6 +54,23 @@ def test_what_ssh_cannot_give_is_refused() -> None:
     for changes in ({"memory_per_worker": "1G"}, {"gpus_per_worker": 2}):
         with pytest.raises(InvalidArgument, match="would have no effect"):
             SshEngine({"hosts": "a"}).render(submission(**changes))
+
+
+@pytest.mark.needs_command("ssh")
+def test_a_host_that_cannot_be_entered_is_told_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"Host shut\n  HostName 127.0.0.1\n  Port {free_port()}\n")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "submit", "--to", "ssh"]
+    settings = ["--set", "hosts=nowhere.invalid,shut", "--set", f"config={config}", "--nodes", "2"]
+    env = {**os.environ, "TORSH_STATE_DIR": str(tmp_path / "state")}
+    done = subprocess.run([*torsh, *settings, str(script)], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nowhere.invalid: ssh: Could not resolve hostname nowhere.invalid" in " ".join(done.stderr.split())
+    assert "shut: ssh: connect to host 127.0.0.1" in " ".join(done.stderr.split())
+    assert "start sshd there" in done.stderr
+    assert not list((tmp_path / "state").rglob("job.json"))
 
 
 @pytest.mark.matrix

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 from torsh_distributed.clusters.engine_programs import ask_program
 from torsh_distributed.launch.ssh.remote_hosts import RemoteHost
@@ -14,10 +11,8 @@ from torsh_distributed.launch.ssh.ssh_client import SshClient
 _TIMEOUT_S = 30.0
 
 
-def scale_on_host(host: RemoteHost, options: Mapping[str, str], job: str, workers: int) -> str:
+def scale_on_host(host: RemoteHost, client: SshClient, job: str, workers: int) -> str:
     """What the launcher answers; raises CommunicationError with what it says against it."""
-    python = options.get("python", sys.executable)
-    client = SshClient(config=Path(options["config"]) if "config" in options else None, python=python)
-    words = [python, "-m", "torsh_distributed.launch.ssh.host_scale", job, str(workers)]
+    words = [client.python, "-m", "torsh_distributed.launch.ssh.host_scale", job, str(workers)]
     command = [*client.command(host)[:-1], f"exec {shlex.join(words)}"]
     return ask_program(command, timeout_s=_TIMEOUT_S, hint="was the job submitted with --elastic, and does it run?")

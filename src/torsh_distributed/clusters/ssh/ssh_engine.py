@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ from torsh_distributed.clusters.run_arguments import entry_arguments, rank_varia
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
+from torsh_distributed.launch.ssh.ssh_client import SshClient
 
 OPTIONS = {
     "hosts": "NAME:SLOTS with commas, as a:4,b:4; slots are the most ranks that a host takes",
@@ -51,7 +53,10 @@ class SshEngine(ClusterEngine):
 
     @override
     def submit(self, submission: Submission) -> str:
+        from torsh_distributed.clusters.ssh.host_entry import require_entry
+
         required_program("ssh", hint="install OpenSSH (openssh-client)")
+        require_entry(self._client(), self._chosen(submission))
         start_in_background(
             submission.name,
             self._command(submission),
@@ -71,6 +76,12 @@ class SshEngine(ClusterEngine):
             words += [f"--{name.replace('_', '-')}", self._options[name]] if name in self._options else []
         words += [word for name in sorted(rank_variables(submission)) for word in ("--carry", name)]
         return [*words, *entry_arguments(submission)]
+
+    def _client(self) -> SshClient:
+        config = self._options.get("config")
+        return SshClient(
+            config=None if config is None else Path(config), python=self._options.get("python", sys.executable)
+        )
 
     def _chosen(self, submission: Submission) -> list[RemoteHost]:
         """The first hosts that are needed; raises CommunicationError with what there is if that is not enough."""
@@ -109,4 +120,4 @@ class SshEngine(ClusterEngine):
 
         record = find_record(job_id)
         leader = self._fitting(record.workers // record.nodes)[0]
-        scale_on_host(leader, self._options, job_id, workers)
+        scale_on_host(leader, self._client(), job_id, workers)
