@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import pytest
 from tests.launch.jobs import still_running
 
 pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import os, sys
@@ -50,6 +54,28 @@ MOMENTS: dict[str, Callable[[int, Path], bool]] = {
     "a worker imports torch": lambda pid, _: any(map(maps_torch, children(pid))),
     "a worker has torch": lambda _, folder: (folder / "torch-1").exists(),
 }
+
+
+def test_ctrl_c_before_the_package_is_imported_is_quiet(tmp_path: Path) -> None:
+    package = tmp_path / "torsh_distributed"
+    package.mkdir()
+    (package / "__init__.py").write_text("import signal\nprint(1, flush=True)\nwhile True:\n    signal.pause()\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (source,) = project["tool"]["hatch"]["build"]["targets"]["wheel"]["shared-scripts"]
+    assert os.access(ROOT / source, os.X_OK), "installers keep its mode"
+    shutil.copy(ROOT / source, tmp_path)  # as an installer does: away from the package
+    command = subprocess.Popen(
+        [sys.executable, tmp_path / Path(source).name, "run", "train.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert command.stdout is not None
+    command.stdout.readline()
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=60)
+    assert (command.returncode, err) == (130, "torsh: interrupted\n")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
