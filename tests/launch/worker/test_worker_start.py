@@ -1,8 +1,9 @@
-"""A worker that the launcher asks for its stacks answers, and is never ended by the question."""
+"""A worker's first steps: it answers when asked for its stacks, and heeds a Ctrl-C wherever it comes."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,37 @@ def test_a_question_that_comes_at_the_end_of_a_worker_does_not_end_it(tmp_path: 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "train.py" in (tmp_path / "progress.threads").read_text()
+
+
+# Torch's native code imports it first, clears what it raises, and goes on without.
+_FAKE_NUMPY = """
+import os, signal, sys
+if not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    print("native", flush=True)
+    while True:
+        signal.pause()
+raise ModuleNotFoundError("not the real one")
+"""
+
+
+def test_an_interrupt_that_torchs_import_swallows_ends_the_worker_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(_FAKE_NUMPY)
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint('went on')\n")
+    command = [sys.executable, worker_start.__file__, str(script), str(tmp_path / "imported")]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "native\n"
+    worker.send_signal(signal.SIGINT)
+    out, err = worker.communicate(timeout=100)
+    assert (worker.returncode, out) == (-signal.SIGINT, ""), err
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_ctrl_c_is_pythons_own_once_torch_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import signal, torch\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n")
+    command = [sys.executable, worker_start.__file__, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

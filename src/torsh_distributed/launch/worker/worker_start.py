@@ -11,6 +11,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import types
 from typing import Any
 
@@ -26,6 +27,8 @@ def main() -> None:
     line.open_line()
     line.watch_threads()
     _keep_fatal_stacks()
+    if "torch" not in sys.modules:  # as it is in a worker that was forked from the spare
+        sys.meta_path.insert(0, _TorchFinder())
     try:
         if sys.argv[1] == "-m":
             _run_module(sys.argv[2], sys.argv[3:])
@@ -73,6 +76,53 @@ def _keep_fatal_stacks() -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     # Runs in the signal handler, so it works while native code holds Python's lock.
     faulthandler.register(STACK_SIGNAL, asked, all_threads=True)
+
+
+class _TorchFinder:
+    """Raises KeyboardInterrupt again if `import torch` has swallowed it: at its next import, or at its end.
+
+    Why: torch's native code imports numpy, clears whatever that raises and goes on without numpy. The worker would then
+    train on after a Ctrl-C, until the launcher kills it. This can go once torch lets KeyboardInterrupt through.
+    """
+
+    def __init__(self) -> None:
+        self._is_interrupted = False
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Asked for every module that is imported, until torch is."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        if name != "torch":
+            return None
+        # The other finders: some of them wait for torch too.
+        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: self._watch(execute, module)  # type: ignore[method-assign]
+        return spec
+
+    def _watch(self, execute: Any, module: types.ModuleType) -> None:
+        # Only the main thread may set a handler, and only there KeyboardInterrupt is raised.
+        is_watched = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if is_watched:
+            signal.signal(signal.SIGINT, self._note)
+        try:
+            execute(module)
+        finally:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if is_watched:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self._is_interrupted = True
+        signal.default_int_handler(number, frame)
 
 
 def _run_script(path: str, args: list[str]) -> None:
