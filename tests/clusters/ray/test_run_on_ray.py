@@ -13,7 +13,13 @@ import pytest
 from tests.clusters import rank_functions
 from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray import RayConfig, run_training
-from torsh_distributed.errors import FeatureNotAvailable, OperationTimeout, ProcessFailure, SerializationError
+from torsh_distributed.errors import (
+    ConfigurationError,
+    FeatureNotAvailable,
+    OperationTimeout,
+    ProcessFailure,
+    SerializationError,
+)
 from torsh_distributed.launch.spec import ElasticSpec
 
 pytestmark = [*RAY, pytest.mark.ranks]
@@ -55,6 +61,18 @@ def test_ranks_are_actors_that_share_memory_and_leave_nothing(ray_cluster: Any) 
     assert_all_free(ray_cluster)
     for one in found:
         await_end(one["pid"])
+
+
+@pytest.mark.slow
+def test_a_python_of_rays_without_this_library_is_told_with_what_to_do(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "torsh_distributed.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torsh_distributed'\", name='torsh_distributed')\n"
+    )
+    bare = RayConfig(runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
+    with pytest.raises(ConfigurationError, match="cannot be imported by Ray's workers") as missing:
+        run_training(rank_functions.describe, num_workers=1, config=bare)
+    assert 'runtime_env={"pip": ["torsh-distributed[ray]"]}' in (missing.value.hint or "")
+    assert_all_free(ray_cluster)
 
 
 @pytest.mark.matrix

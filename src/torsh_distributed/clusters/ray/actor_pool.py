@@ -26,7 +26,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
 )
 from torsh_distributed.clusters.ray.rank_actor import LeaderActor, RankActor
 from torsh_distributed.clusters.ray.ray_config import RayConfig, most_that_fit
-from torsh_distributed.clusters.ray.ray_connection import CarriedCode, shown, totals_by_node
+from torsh_distributed.clusters.ray.ray_connection import CarriedCode, require_package, shown, totals_by_node
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, OperationTimeout, ProcessFailure
 
 _log = logging.getLogger(__name__)
@@ -173,6 +173,7 @@ class RayPool:
                 reason=str(error),
             ) from error
         except self._ray.exceptions.RayError as error:
+            require_package(self._ray, self._group, self._config.runtime_env, count)
             raise ProcessFailure(
                 "a worker was lost while it started",
                 hint="look at the log of the actor with `ray logs`; its node may have run out of memory",

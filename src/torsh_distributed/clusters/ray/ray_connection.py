@@ -7,8 +7,10 @@ the driver's node only need to be told where it is.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +25,12 @@ _OLDEST = (2, 50)
 _GCS_OPTION = "--gcs-address="
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray's job server tells a driver the job's runtime environment, which all its actors get."""
+_IMPORT_TIMEOUT_S = 60.0
+_MISSING = re.compile(r"No module named '?torsh_distributed\b")
+INSTALL_HINT = (
+    'install it where Ray runs (pip install "torsh-distributed[ray]" on every node), or let Ray do it: '
+    'runtime_env={"pip": ["torsh-distributed[ray]"]}'
+)
 
 
 def require_ray() -> Any:
@@ -40,6 +48,44 @@ def require_ray() -> Any:
             hint='pip install --upgrade "torsh-distributed[ray]"',
         )
     return ray
+
+
+def lacks_package(said: str) -> bool:
+    """Whether a message is about this library not being found."""
+    return _MISSING.search(said) is not None
+
+
+def require_package(ray: Any, group: Any, runtime_env: Mapping[str, Any], count: int) -> None:
+    """Import this library in every bundle of the placement group; raises ConfigurationError where it is missing.
+
+    For an actor that was lost at its start, of which Ray says no more. The task is a function of Python's own: Ray can
+    send it to a process that has nothing of ours.
+    """
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    task = ray.remote(importlib.import_module)
+    refs = [
+        task.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=bundle
+            ),
+            **({"runtime_env": dict(runtime_env)} if runtime_env else {}),
+        ).remote("torsh_distributed")
+        for bundle in range(count)
+    ]
+    done, rest = ray.wait(refs, num_returns=len(refs), timeout=_IMPORT_TIMEOUT_S)
+    for ref in rest:
+        ray.cancel(ref, force=True)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            if lacks_package(str(error)):
+                raise ConfigurationError(
+                    "torsh-distributed cannot be imported by Ray's workers", hint=INSTALL_HINT
+                ) from error
 
 
 def own_token() -> str | None:

@@ -21,7 +21,7 @@ from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, J
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.memory_size import parse_memory
-from torsh_distributed.clusters.ray.ray_connection import own_token, require_ray
+from torsh_distributed.clusters.ray.ray_connection import INSTALL_HINT, lacks_package, own_token, require_ray
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import (
     CommunicationError,
@@ -117,7 +117,11 @@ class RayEngine(ClusterEngine):
         if info is None:
             return JobStatus(state=JobState.LOST, detail="the cluster does not know this job")
         state = _STATES.get(str(info.status.value), JobState.LOST)
-        return JobStatus(state=state, detail=str(info.message or ""), exit_code=_exit_code(state, info))
+        detail = str(info.message or "")
+        if state is JobState.FAILED and lacks_package(detail):
+            python = self._options.get("python", "python")
+            detail = f"the cluster's {python} has no torsh-distributed: {INSTALL_HINT}; or name another: --set python=…"
+        return JobStatus(state=state, detail=detail, exit_code=_exit_code(state, info))
 
     @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
