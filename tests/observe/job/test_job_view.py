@@ -13,6 +13,7 @@ from tests.observe.packets import FakeRank, job_of_two
 from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.job.thinned_series import ThinnedSeries
+from torsh_distributed.observe.metrics.step_record import StepRecord, pack_steps
 
 
 def test_the_view_knows_every_rank_and_the_page_gets_json() -> None:
@@ -28,6 +29,42 @@ def test_the_view_knows_every_rank_and_the_page_gets_json() -> None:
     assert state["operations"][0]["op"] == "all_reduce"
     assert state["operations"][0]["count"] == 20
     assert [row["rank"] for row in state["timeline"]] == [0, 1]
+
+
+def test_shares_agree_wherever_they_are_shown_and_add_up_to_a_step() -> None:
+    """Rank 0 measured the parts of its first two steps only, in which it waited more; rank 1 cannot tell waits."""
+    view = JobView()
+    split = {"forward_s": 0.2, "backward_s": 0.3, "optimizer_s": 0.1, "bubble_s": None, "data_s": 0.1}
+    whole = {"forward_s": None, "backward_s": None, "optimizer_s": None, "bubble_s": None, "data_s": 0.1}
+    first = [StepRecord(n, 100.0 + n, 1.0, **split, wait_s=0.2, other_s=0.1) for n in (1, 2)]
+    rest = [StepRecord(n, 100.0 + n, 0.5, **whole, wait_s=0.05, other_s=0.35) for n in (3, 4, 5, 6)]
+    blind = [StepRecord(n, 100.0 + n, 0.8, **whole | {"data_s": None}, wait_s=None, other_s=0.8) for n in range(1, 7)]
+    for rank, steps in enumerate([[*first, *rest], blind]):
+        view.take({"type": "metrics", "rank": rank, "seq": 1, "steps": pack_steps(steps)})
+    state = page_state(view)
+    one, other = state["ranks"]
+    assert one["step_s"] == pytest.approx(4.0 / 6) == sum(one["parts"].values())
+    assert one["wait_share"] == pytest.approx(0.6 / 4.0) == one["parts"]["wait"] / one["step_s"]
+    assert one["data_share"] == pytest.approx(0.6 / 4.0) == one["parts"]["data"] / one["step_s"]
+    assert one["busy_s"] == pytest.approx(2.8 / 6)
+    assert one["parts"]["backward"] / one["busy_s"] == pytest.approx(0.3 / 0.7), "as in the steps that were looked at"
+    assert (other["wait_share"], other["parts"]) == (None, {"other": pytest.approx(0.8)})
+    assert sum(state["parts"].values()) == pytest.approx((one["step_s"] + other["step_s"]) / 2)
+
+
+def test_the_first_step_does_not_set_the_scale_of_the_others() -> None:
+    view = JobView()
+    rank = FakeRank(0)
+    rank.step(compute_s=30.0)
+    for _ in range(5):
+        rank.step(compute_s=0.02)
+    view.take(rank.packet())
+    curve = page_state(view)["curve"]
+    assert curve["step"] == [1, 2, 3, 4, 5, 6]
+    assert curve["samples_per_s"][0] is None
+    assert curve["step_ms"][0] is None
+    assert curve["samples_per_s"][1:] == pytest.approx([32 / 0.03] * 5, rel=0.01)
+    assert curve["step_ms"][1:] == pytest.approx([30.0] * 5, rel=0.01)
 
 
 @pytest.mark.parametrize(

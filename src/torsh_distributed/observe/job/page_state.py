@@ -19,8 +19,8 @@ _NEWEST_STEPS = 20
 _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
-_FIRST_PART = StepRecord._fields.index(f"{PARTS[0]}_s")
-_LAST_PART = _FIRST_PART + len(PARTS)
+_WAITS = ("wait", "bubble", "data")
+_BUSY = ("forward", "backward", "optimizer", "other")
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
@@ -92,16 +92,18 @@ def _job_row(view: JobView) -> dict[str, Any]:
 
 def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> dict[str, Any]:
     steps = rank.newest_steps(window)
-    step_s, busy_s, wait_s, data_s = _sums(steps)
+    # Every share that is shown comes from these parts, so that no two contradict each other.
+    parts = _mean_parts(steps, newest_of(rank.split_steps, window))
+    step_s = sum(parts.values())
     return {
         "rank": rank.rank,
         "node": rank.facts.get("node"),
         "pid": rank.facts.get("pid"),
         "step": rank.number("torsh_step"),
-        "step_s": step_s / len(steps) if steps else None,
-        "busy_s": busy_s / len(steps) if steps else None,
-        "wait_share": wait_s / step_s if wait_s is not None and step_s > 0 else None,
-        "data_share": data_s / step_s if data_s is not None and step_s > 0 else None,
+        "step_s": step_s if steps else None,
+        "busy_s": sum(parts[part] for part in _BUSY if part in parts) if steps else None,
+        "wait_share": parts["wait"] / step_s if "wait" in parts and step_s > 0 else None,
+        "data_share": parts["data"] / step_s if "data" in parts and step_s > 0 else None,
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
         "cores": rank.number("torsh_process_cpu_cores"),
@@ -109,8 +111,7 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "mfu": rank.number("torsh_mfu_ratio"),
         "is_silent": not has_ended and now_s - rank.heard_s > _SILENT_S,
         "silent_s": max(0.0, now_s - rank.heard_s),
-        # A part of a step is shown beside the others of that step.
-        "parts": _mean_parts(newest_of(rank.split_steps, window) or steps),
+        "parts": parts,
     }
 
 
@@ -119,8 +120,9 @@ def _curve(view: JobView) -> dict[str, list[Any]]:
     return {
         "step": [point.step for point in points],
         "loss": [_short(point.loss) for point in points],
-        "step_ms": [_short(point.step_s * 1e3) for point in points],
-        "samples_per_s": [_short(point.samples_per_s) for point in points],
+        # The first step has the start-up in it: beside its time, those of all others would be one flat line.
+        "step_ms": [_short(point.step_s * 1e3) if at else None for at, point in enumerate(points)],
+        "samples_per_s": [_short(point.samples_per_s) if at else None for at, point in enumerate(points)],
     }
 
 
@@ -197,33 +199,39 @@ def _custom(view: JobView) -> list[dict[str, Any]]:
     ]
 
 
-def _sums(steps: Sequence[StepRecord]) -> tuple[float, float, float | None, float | None]:
-    """Seconds of the steps: in all, busy, waiting for ranks and for data; the last two if every step measured them."""
-    step_s = busy_s = 0.0
-    wait_s: float | None = 0.0
-    data_s: float | None = 0.0
-    for step in steps:
-        step_s += step.step_s
-        busy_s += step.busy_s
-        wait_s = wait_s + step.wait_s if wait_s is not None and step.wait_s is not None else None
-        data_s = data_s + step.data_s if data_s is not None and step.data_s is not None else None
-    return step_s, busy_s, wait_s, data_s
+def _mean_parts(steps: Sequence[StepRecord], looked_at: Sequence[StepRecord]) -> dict[str, float]:
+    """Mean seconds by part of the steps, which add up to a step's; a part that no step measured is left out.
+
+    Waits are measured in every step, forward, backward and optimizer in those that were looked at: the busy time of all
+    is divided as in these.
+    """
+    waits = _means(steps, _WAITS)
+    busy_s = sum(step.step_s for step in steps) / len(steps) - sum(waits.values()) if steps else 0.0
+    divided = _means(looked_at, _BUSY)
+    total_s = sum(divided.values())
+    busy = {part: busy_s * seconds / total_s for part, seconds in divided.items()} if total_s > 0 else {"other": busy_s}
+    found = {**waits, **busy} if steps else {}
+    return {part: max(0.0, found[part]) for part in PARTS if part in found}
 
 
-def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds by part of a step; a part that no step measured is left out."""
-    found = {}
-    rows = [step[_FIRST_PART:_LAST_PART] for step in steps]
-    for part, column in zip(PARTS, zip(*rows, strict=True), strict=False):
-        values = column if None not in column else [seconds for seconds in column if seconds is not None]
-        if values:
-            found[part] = max(0.0, sum(values) / len(values))
-    return found
+def _means(steps: Sequence[StepRecord], parts: Sequence[str]) -> dict[str, float]:
+    """Over all of the steps; what one did not measure is in another part of it, and counts as none here."""
+    columns = {part: [getattr(step, f"{part}_s") for step in steps] for part in parts}
+    return {
+        part: sum(seconds or 0.0 for seconds in column) / len(column)
+        for part, column in columns.items()
+        if any(seconds is not None for seconds in column)
+    }
 
 
 def _mean_of_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values = {part: [parts[part] for parts in ranks if part in parts] for part in PARTS}
-    return {part: sum(found) / len(found) for part, found in values.items() if found}
+    """Over the ranks that told of steps; like theirs they add up to the mean of a step."""
+    told = [parts for parts in ranks if parts]
+    return {
+        part: sum(parts.get(part, 0.0) for parts in told) / len(told)
+        for part in PARTS
+        if any(part in parts for parts in told)
+    }
 
 
 def _mean(values: Iterable[float]) -> float | None:

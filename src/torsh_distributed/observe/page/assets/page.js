@@ -283,7 +283,7 @@
     drawAlerts(state.alerts);
     lineChart("loss", state.curve.step, state.curve.loss, "loss by step", short);
     const hasRate = state.curve.samples_per_s.some(isNumber);
-    byId("rate-title").textContent = hasRate ? "Throughput (samples/s)" : "Step time";
+    byId("rate-title").textContent = `${hasRate ? "Throughput (samples/s)" : "Step time"}, after the first step`;
     if (hasRate) lineChart("rate", state.curve.step, state.curve.samples_per_s, "samples per second by step", short);
     else lineChart("rate", state.curve.step, state.curve.step_ms, "step time by step", (value) => `${short(value)} ms`);
     drawRanks(state);
