@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_distributed.clusters.hosted.host_checks import require_fitting, visible_gpus
+from torsh_distributed.clusters.hosted.rank_folder import sweep_rank_folders
 from torsh_distributed.clusters.hosted.rank_host import (
     HostNews,
     HostPool,
@@ -146,6 +147,7 @@ class HostedJob:
             return _Attempt(self._pool, spec, endpoint, hosts, secret, self._deadline_s).run()
         finally:
             self._pool.release()
+            sweep_rank_folders()  # of the ranks here that had to be killed
 
     def _error(self, failed: _AttemptFailed, attempt: int) -> ProcessFailure:
         lost = failed.failure

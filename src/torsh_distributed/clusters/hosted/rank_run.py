@@ -16,13 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torsh_distributed.clusters.hosted.forked_rank import ForkedRank, RankForker, can_fork
+from torsh_distributed.clusters.hosted.rank_folder import rank_folder
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, FunctionWork, RankFailure, RankOutcome, RankTask
 from torsh_distributed.clusters.hosted.reporting import reporting_to
 from torsh_distributed.comm.trust.job_secret import SECRET_FILE_VARIABLE, TOKEN_VARIABLE, write_secret_file
@@ -62,9 +62,9 @@ class RankRun:
 
     def run(self) -> RankOutcome:
         """Run the rank to its end; whatever it raises is in the outcome."""
-        with tempfile.TemporaryDirectory(prefix="torsh-rank-") as folder:
+        with rank_folder() as folder:
             # In a file that only this user can read, for as long as the rank runs.
-            secret_file = Path(folder) / "secret"
+            secret_file = folder / "secret"
             write_secret_file(secret_file, self._task.secret)
             variables = {**self._task.variables, SECRET_FILE_VARIABLE: str(secret_file)}
             match self._task.work:
@@ -74,7 +74,7 @@ class RankRun:
                 case EntryWork() as work:
                     if work.plan is not None:
                         name, text = work.plan
-                        plan_file = Path(folder) / Path(name).name
+                        plan_file = folder / Path(name).name
                         plan_file.write_text(text)
                         variables[PLAN_VARIABLE] = str(plan_file)
                     return self._start(work, variables)
