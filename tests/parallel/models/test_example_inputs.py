@@ -1,4 +1,4 @@
-"""What a model's forward is given: no cache for generation in training."""
+"""What a model's forward is given: no cache for generation in training, an example to compare it on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.parallel.tiny_transformers import tiny, tiny_batches
-from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
+from torsh_distributed.parallel.composed.build import _split_check
+from torsh_distributed.parallel.models.example_inputs import example_inputs, keep_no_cache_in_training
+from torsh_distributed.plan import MeshConfig, Plan
 
 pytestmark = pytest.mark.needs_library("transformers")
 
@@ -20,3 +22,12 @@ def test_a_model_that_trains_keeps_no_keys_unless_it_is_asked_to() -> None:
     assert model(**batch, use_cache=True).past_key_values is not None
     with torch.no_grad():
         assert model.eval()(**batch).past_key_values is not None
+
+
+def test_an_encoder_with_a_decoder_is_compared_when_it_is_split() -> None:
+    model = tiny("t5")
+    example = example_inputs(model)
+    assert example["decoder_input_ids"].shape == example["input_ids"].shape
+    assert torch.isfinite(model(**example).logits).all()
+    assert _split_check(model, Plan(mesh=MeshConfig(tp=2)), None) is not None
+    assert "decoder_input_ids" not in example_inputs(tiny("llama"))

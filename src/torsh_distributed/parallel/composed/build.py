@@ -152,7 +152,7 @@ def _split_check(model: nn.Module, plan: Plan, example: Example) -> SplitCheck |
     try:
         return SplitCheck(model, example_inputs(model))
     except Exception as error:
-        # Its own code may raise anything at inputs that are not all it needs, such as T5's without a decoder's.
+        # Its own code may raise anything at inputs that are not all it needs.
         _log.info("%s is split without being compared with the whole model: %s", type(model).__name__, error)
         return None
 

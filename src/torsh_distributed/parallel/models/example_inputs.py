@@ -66,7 +66,10 @@ def _example(model: nn.Module) -> dict[str, Any]:
     name = getattr(model, "main_input_name", None)
     device = run_device(model)
     if name == "input_ids" and config is not None:
-        return {"input_ids": _ids(model, config, device)}
+        ids = _ids(model, config, device)
+        # A decoder behind an encoder has a sequence of its own, which some models make of labels alone.
+        has_own = getattr(config, "is_encoder_decoder", False) and takes(model, "decoder_input_ids")
+        return {"input_ids": ids, "decoder_input_ids": ids} if has_own else {"input_ids": ids}
     if name == "pixel_values" and config is not None and getattr(config, "image_size", None):
         size = config.image_size
         height, width = size if isinstance(size, tuple | list) else (size, size)
