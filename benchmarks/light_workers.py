@@ -36,6 +36,7 @@ from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes import node
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
+from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
 from torsh_distributed.launch.nodes.records import (
     ChangeMembers,
     End,
@@ -44,7 +45,6 @@ from torsh_distributed.launch.nodes.records import (
     Message,
     Start,
 )
-from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
 from torsh_distributed.launch.spec import ElasticSpec, Entry, JobSpec
 
 ROOT = Path(__file__).parents[1]  # not from `machine`: a launcher does not import torch
