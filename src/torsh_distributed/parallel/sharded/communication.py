@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.shared_memory.buffers import collective_buffer
+from torsh_distributed.errors import InternalError
 
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,21 +101,33 @@ class TalliedAllGather(PlainBuffers, AllGather):
 
 
 class TalliedReduceScatter(PlainBuffers, ReduceScatter):
-    """FSDP2's own reduce-scatter, counted; with ranks on one CPU node, from memory they share."""
+    """FSDP2's own reduce-scatter, counted; with ranks on one CPU node, from memory they share.
+
+    FSDP2 allocates the source, then the output, which becomes the gradient and is kept. It does not say which is which:
+    the output is the allocation after a source that has a rank's share of its elements. A source without an output is
+    what a backward that failed left behind.
+    """
 
     def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
         self._tally = tally
         self._group = group
-        self._has_source = False
+        self._source: weakref.ref[Tensor] | None = None
+        self._output: weakref.ref[Tensor] | None = None
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # FSDP2 allocates the source, then the output, which becomes the gradient and is kept.
-        is_source, self._has_source = not self._has_source, not self._has_source
+        numel, num_ranks = math.prod(map(int, size)), self._group.size()
+        source = self._source() if self._source is not None and self._output is None else None
+        if source is not None and numel * num_ranks == source.numel():
+            output = super().allocate(size, dtype=dtype, device=device)
+            self._output = weakref.ref(output)
+            return output
         shared = None
-        if is_source and device == _CPU:
-            shared = collective_buffer(math.prod(map(int, size)), dtype, self._group, "per_rank")
-        return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
+        if num_ranks > 1 and device == _CPU:
+            shared = collective_buffer(numel, dtype, self._group, "per_rank")
+        source = super().allocate(size, dtype=dtype, device=device) if shared is None else shared
+        self._source, self._output = weakref.ref(source), None
+        return source
 
     @override
     def __call__(
@@ -124,8 +138,25 @@ class TalliedReduceScatter(PlainBuffers, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._has_source = False
+        self._check(output_tensor, input_tensor, group)
+        self._source = self._output = None
         started = time.monotonic()
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._tally.add_reduction(started, num_bytes=input_tensor.nbytes)
         return work
+
+    def _check(self, output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise if a buffer is used for the other one's purpose: the gradient would lie in memory that ranks share."""
+        allocated = [None if one is None else one() for one in (self._source, self._output)]
+        if allocated[0] is source and allocated[1] is output and output.numel() * group.size() == source.numel():
+            return
+        raise InternalError(
+            "FSDP2 allocates the buffers of a reduce-scatter in another way than torsh-distributed knows",
+            hint="use a torch of 2.11 to 2.13, or report this with the version of torch",
+            operation="reduce_scatter",
+            torch=torch.__version__,
+            source_numel=source.numel(),
+            output_numel=output.numel(),
+            allocated_numel=[None if one is None else one.numel() for one in allocated],
+            num_ranks=group.size(),
+        )
