@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,34 @@ print(json.dumps({
     "initialized": torch.distributed.is_initialized(),
 }))
 """
+TORCHS = """
+import json, sys, torch, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor
+def names():
+    found = {}
+    for module in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        for name, value in vars(sys.modules[module]).items():
+            found[f"{module}.{name}"] = id(value)
+            if isinstance(value, (type, dict)):
+                inside = dict(value if isinstance(value, dict) else vars(value))
+                found |= {f"{module}.{name}.{key}": id(one) for key, one in inside.items() if isinstance(key, str)}
+    return found
+before = names()
+import torsh_distributed
+after = names()
+print(json.dumps({
+    "changed": sorted(name for name in before if after.get(name) != before[name]),
+    "added": sorted(name for name in after if name not in before),
+}))
+torch.distributed.init_process_group("gloo")  # through the wrapped functions, which leave it to torch's
+torch.distributed.monitored_barrier()
+torch.distributed.destroy_process_group()
+"""
+WRAPPED = {
+    "torch.distributed.distributed_c10d.monitored_barrier",
+    "torch.distributed.monitored_barrier",
+    "torch.distributed.rendezvous._create_c10d_store",
+    "torch.distributed.rendezvous._rendezvous_handlers.env",
+}
 
 PLAN = str(Path(__file__).parents[1] / "examples" / "plans" / "zero3.toml")
 LOADED = """
@@ -44,6 +73,17 @@ def test_importing_brings_no_optional_package_and_starts_nothing() -> None:
     assert report["tasks"] == 0
     assert report["environment"]
     assert not report["initialized"]
+
+
+def test_importing_wraps_three_functions_of_torch_and_adds_our_backends() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHS], capture_output=True, text=True, timeout=100, env={**os.environ, **variables}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report["changed"]) == WRAPPED
+    assert {name.rpartition(".")[2].lower() for name in report["added"]} == {"shm", "torsh", "mpi4py"}
 
 
 @pytest.mark.parametrize(
