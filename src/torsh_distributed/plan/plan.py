@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, Self, Unpack
 from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
 
+from torsh_distributed import upward
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.compatibility.rules import clashes_in, impossible_in
 from torsh_distributed.plan.describing.explanation import ExplainedKey, Explanation, show
@@ -102,8 +102,7 @@ class Plan(PlanSections):
         Options: `world_size`, `fills` for keys that are "auto", `version` of DeepSpeed. See `migrate.deepspeed`, which
         is looked up by name: it knows plans, and plans do not know it.
         """
-        reader: Any = importlib.import_module("torsh_distributed.migrate.deepspeed.config.deepspeed_config")
-        found: tuple[Plan, Any] = reader.from_deepspeed(source, **options)
+        found: tuple[Plan, Any] = upward.load(upward.DEEPSPEED_READER)(source, **options)
         return found
 
     @classmethod

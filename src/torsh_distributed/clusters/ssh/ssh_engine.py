@@ -25,6 +25,7 @@ from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
 from torsh_distributed.launch.ssh.ssh_client import SshClient
+from torsh_distributed.upward import COMMAND_LINE
 
 OPTIONS = {
     "hosts": "NAME:SLOTS with commas, as a:4,b:4; slots are the most ranks that a host takes",
@@ -69,7 +70,7 @@ class SshEngine(ClusterEngine):
     def _command(self, submission: Submission) -> list[str]:
         refuse_limits(submission, engine="ssh")
         hosts = ",".join(f"{host.target}:{submission.workers_per_node}" for host in self._chosen(submission))
-        words = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--ssh", "--hosts", hosts]
+        words = [sys.executable, "-m", COMMAND_LINE, "run", "--ssh", "--hosts", hosts]
         for name in ("config", "python"):
             words += [f"--ssh-{name}", self._options[name]] if name in self._options else []
         for name in ("port_range", "master_port", "heartbeat_timeout"):

@@ -1,7 +1,7 @@
 """Registers our backends with torch: now, or as soon as `torch.distributed` is imported.
 
-Imports neither torch nor a backend, so a command that starts no group does not pay for them. The three functions of torch
-that are wrapped here are the only ones that importing torsh_distributed changes. A plain torch script never calls
+Imports neither torch nor a backend, so a command that starts no group does not pay for them. The three functions of
+torch that are wrapped here are the only ones that importing torsh_distributed changes. A plain torch script never calls
 `init()`, and torch meets before it makes the group, so there is no later moment to do it.
 """
 

@@ -19,8 +19,6 @@ _PRELOADED = (
     "torch",
     "torch.distributed",
     "torsh_distributed.launch.worker.init",
-    "torsh_distributed.train.assemble",
-    "torsh_distributed.elastic.in_place",
 )
 
 
@@ -48,7 +46,9 @@ def warm_up() -> None:
 
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for name in _PRELOADED:
+    from torsh_distributed.upward import PRELOADED
+
+    for name in (*_PRELOADED, *PRELOADED):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so a worker's collections do not copy the pages they share

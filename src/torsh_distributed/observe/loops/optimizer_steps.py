@@ -19,8 +19,8 @@ from torsh_distributed.observe.loops.after_import import AfterImport
 from torsh_distributed.observe.loops.batch_waits import BatchWaits
 from torsh_distributed.observe.loops.model_watch import Counted, ModelWatch
 from torsh_distributed.observe.loops.step_sampling import StepSampling
+from torsh_distributed.upward import ENGINE
 
-_ENGINE = "torsh_distributed.train.engine"
 _OPTIMIZERS = "torch.optim.optimizer"
 _active: dict[int, OptimizerSteps] = {}
 
@@ -86,7 +86,7 @@ class OptimizerSteps:
         first = self._first() if self._first is not None else None
         if first is None:
             self._first, first = weakref.ref(optimizer), optimizer
-        is_engines = _ENGINE in sys.modules
+        is_engines = ENGINE in sys.modules
         if first is not optimizer:
             # A loop with several optimizers, as of a GAN, steps when the first one does.
             if started_s is not None and not is_engines:

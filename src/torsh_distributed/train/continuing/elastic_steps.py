@@ -6,13 +6,13 @@ import it nor pay for it.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
+from torsh_distributed import upward
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
@@ -20,7 +20,6 @@ from torsh_distributed.plan import Plan
 T = TypeVar("T")
 
 _MEMBER_VARIABLE = "TORSH_MEMBER"
-_IMPLEMENTATION = "torsh_distributed.elastic.in_place"
 
 
 class ElasticSteps(Protocol):
@@ -70,4 +69,4 @@ def elastic_steps_for(engine: Any) -> ElasticSteps | None:
     """
     if not is_elastic_job():
         return None
-    return cast(ElasticSteps | None, importlib.import_module(_IMPLEMENTATION).attach(engine))
+    return cast(ElasticSteps | None, upward.load(upward.ELASTIC_STEPS)(engine))

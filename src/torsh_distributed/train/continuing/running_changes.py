@@ -21,11 +21,11 @@ from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.running_change import RunningChange
 from torsh_distributed.train.learning_rate import LearningRate
+from torsh_distributed.upward import LAUNCHER_LINE
 
 if TYPE_CHECKING:
     from torsh_distributed.train.checkpointing import EngineCheckpoints
 
-_LINE = "torsh_distributed.launch.worker.launcher_line"
 _KIND = "change"
 _WAIT_S = 120.0
 
@@ -195,6 +195,6 @@ def running_changes() -> RunningChanges | None:
 
     The launcher's line is looked up by name: it belongs to a package beside this one, and is there if a launcher is.
     """
-    module: Any = sys.modules.get(_LINE)
+    module: Any = sys.modules.get(LAUNCHER_LINE)
     line = None if module is None else module.open_line()
     return None if line is None else RunningChanges(line)

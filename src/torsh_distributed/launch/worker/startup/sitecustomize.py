@@ -37,9 +37,9 @@ class _BeforeTorch:
                         recording.record_script()
                     recording.report_metrics()
                 if any(os.environ.get(name) for name in ("TORSH_FAULTS", "TORSH_FAULT_LOG")):
-                    # By name: faults belong to a layer above this one.
-                    faults = importlib.import_module("torsh_distributed.elastic.faults.startup")
-                    found: importlib.machinery.ModuleSpec | None = faults.torch_spec()
+                    from torsh_distributed import upward
+
+                    found: importlib.machinery.ModuleSpec | None = upward.load(upward.FAULTS)()
                     return found
         return None
 
@@ -56,7 +56,9 @@ class _StandInFinder:
         if name != self._package:
             return None
         sys.meta_path.remove(self)
-        importlib.import_module("torsh_distributed.migrate.stand_in").install(name)
+        from torsh_distributed import upward
+
+        upward.load(upward.STAND_IN)(name)
         return importlib.machinery.ModuleSpec(name, _Installed(), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
 
 

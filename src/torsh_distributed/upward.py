@@ -1,0 +1,42 @@
+"""What a layer reaches above or beside itself, by name: the whole list.
+
+Imports go down only. In these places a user or a process enters through a lower layer and an upper one does the work,
+or a layer asks whether another one is in use. A test resolves every entry and finds no other such name in the sources.
+Imports nothing of this library: workers read it before anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+DEEPSPEED_READER = "torsh_distributed.migrate.deepspeed.config.deepspeed_config:from_deepspeed"
+"""`plan`: `Plan.from_deepspeed` is where users look for it; the reader knows plans."""
+
+ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
+"""`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
+
+ENGINE = "torsh_distributed.train.engine"
+"""`observe`: where it is imported, the Engine reports its own steps."""
+
+LAUNCHER_LINE = "torsh_distributed.launch.worker.launcher_line"
+"""`train`: loaded in processes that have a launcher, before anything else; changes of a running job come over it."""
+
+FAULTS = "torsh_distributed.elastic.faults.startup:torch_spec"
+"""`launch`: brings the faults of TORSH_FAULTS into a worker whose script knows nothing of them."""
+
+STAND_IN = "torsh_distributed.migrate.stand_in:install"
+"""`launch`: what `torsh run --as LIBRARY` puts in the place of that library."""
+
+PRELOADED = ("torsh_distributed.train.assemble", "torsh_distributed.elastic.in_place")
+"""`launch`: what the warm spare imports beside `init`, so that workers forked from it need not."""
+
+COMMAND_LINE = "torsh_distributed.cli.entry_point"
+"""`clusters`: the program that an engine starts as `python -m`, for a job over SSH."""
+
+
+def load(place: str) -> Any:
+    """The module, or the function of `module:function`. Any: the caller's layer does not know its type."""
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
