@@ -5,8 +5,8 @@ The names are in `__init__.pyi`; each is imported when it is first used.
 Importing starts nothing and opens nothing. It does one thing: torch learns the names of our backends, so
 `torch.distributed.init_process_group("shm")` works in a plain torch script. For this three of torch's functions are
 wrapped, once `torch.distributed` is imported: its `env://` rendezvous (asks MPI for the rank under mpiexec), the one
-that opens a rendezvous' TCPStore (asks for the job's secret under `torsh run`), and `monitored_barrier` (takes our
-groups). Each calls torch's own in all other cases.
+that opens a rendezvous' TCPStore (asks for the job's secret under `torsh run`), and that of monitored barriers (takes
+our groups). Each calls torch's own in all other cases.
 """
 
 from torsh_distributed.comm.backends.registry import announce_backends as _announce_backends

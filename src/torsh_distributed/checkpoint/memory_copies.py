@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torsh_distributed import known_variables
+
 _MOST_THREADS = 4
 """A rank's copy takes 102, 56, 33 and 25 ms on 1, 2, 4 and 7 threads of 16 cores; beyond 4 the bus is shared out."""
 _LEAST_BYTES = 1 << 20
@@ -77,5 +79,5 @@ def threads_to_copy() -> int:
     """This rank's share of the cores, up to four; 1 where torch's operators have several threads themselves."""
     if torch.get_num_threads() > 1:
         return 1
-    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    ranks_here = max(1, known_variables.whole_number("LOCAL_WORLD_SIZE"))
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))

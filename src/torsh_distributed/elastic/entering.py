@@ -4,19 +4,17 @@ leave, if it says so."""
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from torsh_distributed import known_variables
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView
 from torsh_distributed.errors import OperationTimeout, TorshError
 from torsh_distributed.launch.worker.launcher_line import NEWS_VARIABLE
 
 _log = logging.getLogger(__name__)
-
-_NEWS_TIMEOUT_S = 15.0
 
 
 class WorldChanged(Exception):
@@ -28,7 +26,7 @@ def news_timeout_s() -> float:
 
     Engines of others notice a lost node later, and say so in TORSH_NEWS_TIMEOUT_S.
     """
-    return float(os.environ.get(NEWS_VARIABLE) or _NEWS_TIMEOUT_S)
+    return known_variables.number(NEWS_VARIABLE)
 
 
 def enter_newest(client: MembershipClient, enter: Callable[[WorldView], None], *, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.groups.abort import abort_all
 from torsh_distributed.comm.groups.process_group import enter_world
 from torsh_distributed.comm.meeting.rendezvous import open_store
@@ -33,7 +34,7 @@ class EpochWorld:
         `is_newest` is asked once `cancel` can reach the wait: news that came before found nothing to cut.
         """
         store = self._next_store = open_jobs_store(timeout_s)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = known_variables.text("TORCHELASTIC_RESTART_COUNT")
         try:
             if not is_newest():
                 raise WorldChanged

@@ -10,7 +10,6 @@ is left the source lets the world change, and the others wait for the last updat
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from datetime import timedelta
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torsh_distributed import events
+from torsh_distributed import events, known_variables
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.hierarchical.group import create_torsh_group
 from torsh_distributed.comm.serialization import deserialize, serialize
@@ -59,7 +58,7 @@ class StreamChannel:
         self._is_aborted = False
         self._group: TorshProcessGroup | None = None
         self._store = open_jobs_store(timeout_s)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = known_variables.text("TORCHELASTIC_RESTART_COUNT")
         name = f"torsh/{attempt}/stream/{epoch}/{member}"
         self._options = SimpleNamespace(
             store=dist.PrefixStore(name, self._store),

@@ -13,10 +13,10 @@ from typing import Literal
 
 from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 from torsh_distributed.observe.settings import ObserveSettings
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_MASTER_PORT = 29500
 
 
 class EntryKind(StrEnum):

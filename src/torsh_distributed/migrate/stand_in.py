@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def install(package: str) -> None:
     reasons: Mapping[str, str] = getattr(stand_in, "MISSING", {})
     _installed[package] = _MissingModules(package, list(namespaces), reasons, stand_in.VERSION)
     sys.meta_path.insert(0, _installed[package])
-    if hidden is not None and os.environ.get("RANK", "0") == "0":
+    if hidden is not None and known_variables.whole_number("RANK") == 0:
         _log.warning("the installed package %s (%s) is hidden by torsh_distributed's", package, hidden.origin)
 
 

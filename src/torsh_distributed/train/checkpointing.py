@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from torsh_distributed import events
+from torsh_distributed import events, known_variables
 from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
@@ -179,7 +179,7 @@ class EngineCheckpoints:
 
     def _left_in_memory(self) -> RecoveredState | None:
         """What earlier workers of the job left, if the plan has copies and the launcher has started it again."""
-        is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        is_again = known_variables.whole_number("TORCHELASTIC_RESTART_COUNT") > 0
         if not is_again or self._engine.plan.checkpoint.replica_every_steps is None:
             return None
         return recover_kept(world_group())

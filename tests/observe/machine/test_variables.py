@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from torsh_distributed.known_variables import KNOWN
 from torsh_distributed.observe.machine.diagnostic_result import CheckSeverity, worst
 from torsh_distributed.observe.machine.variables import check_variables
 
@@ -60,3 +61,24 @@ def test_too_many_threads_and_debugging_aids_are_told() -> None:
     }
     assert found["OMP_NUM_THREADS"].severity is CheckSeverity.WARNING
     assert found["TORSH_DEBUG"].severity is CheckSeverity.NOTE
+
+
+def test_every_variable_of_ours_is_known() -> None:
+    ours = {name: "1" for name in KNOWN if name.startswith("TORSH_")}
+    unknown = [result.check_name for result in check_variables(ours) if "is not a variable" in result.description]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL"), ("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT")]
+)
+def test_an_old_name_of_nccl_is_warned_of_with_the_new_one(old: str, new: str) -> None:
+    (found,) = check_variables({old: "1"})
+    assert (found.check_name, found.severity) == (old, CheckSeverity.WARNING)
+    assert found.remediation is not None
+    assert new in found.remediation
+
+
+def test_a_variable_that_nccl_reads_is_not_warned_of() -> None:
+    (found,) = check_variables({"NCCL_IB_HCA": "mlx5_0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"})
+    assert found.severity is CheckSeverity.OK

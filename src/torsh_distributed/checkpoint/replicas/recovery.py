@@ -9,7 +9,6 @@ its own boxes from its memory, and the others over a connection to whoever has t
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from torsh_distributed import known_variables
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, data_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
 from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshot, find_kept
@@ -115,7 +115,7 @@ def recover_kept(group: dist.ProcessGroup | None) -> RecoveredState | None:
     Every rank of a job that was started again calls this.
     """
     found = find_kept(
-        part=int(os.environ.get("LOCAL_RANK", "0")), num_parts=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        part=known_variables.whole_number("LOCAL_RANK"), num_parts=known_variables.whole_number("LOCAL_WORLD_SIZE")
     )
     offers = gathered({world: [_plain(one) for one in _reports(kept)] for world, kept in found.items()}, group)
     reports: dict[str, list[SurvivorReport]] = {}

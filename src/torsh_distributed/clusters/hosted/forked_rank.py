@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from torsh_distributed import known_variables
 from torsh_distributed.launch.worker import node_spare
 
 _WARM_S = 120.0
@@ -50,7 +51,8 @@ _ACT_ON_IMPORT = ("TORSH_FAULTS", "TORSH_FAULT_LOG", "TORSH_EVENTS_DIR", "TORSH_
 
 def can_fork(env: Mapping[str, str]) -> bool:
     """Whether a rank with these variables gains by it, and behaves as one with an interpreter of its own."""
-    return int(env.get("LOCAL_WORLD_SIZE", "1")) > 1 and not any(env.get(name) for name in _ACT_ON_IMPORT)
+    has_peers = known_variables.whole_number("LOCAL_WORLD_SIZE", env) > 1
+    return has_peers and not any(env.get(name) for name in _ACT_ON_IMPORT)
 
 
 class ForkedRank:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed import known_variables
 from torsh_distributed.clusters.hosted.forked_rank import ForkedRank, RankForker, can_fork
 from torsh_distributed.clusters.hosted.rank_folder import rank_folder
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, FunctionWork, RankFailure, RankOutcome, RankTask
@@ -171,7 +172,7 @@ class RankRun:
     def _start(self, work: EntryWork, variables: dict[str, str]) -> RankOutcome:
         mark = secrets.token_hex(8)
         env = {**_without_job(os.environ), **variables, MARK_VARIABLE: mark}
-        if int(env.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        if known_variables.whole_number("LOCAL_WORLD_SIZE", env) > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as under `torsh run`
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), env.get("PYTHONPATH"))))
         try:

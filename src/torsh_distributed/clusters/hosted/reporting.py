@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torsh_distributed import known_variables
+
 RESUME_VARIABLE = "TORSH_RESUME_FROM"
 ReportSink = Callable[[Mapping[str, Any], str | None], None]
 
@@ -22,7 +24,7 @@ def report(metrics: Mapping[str, Any], *, checkpoint: str | os.PathLike[str] | N
 
     `checkpoint`: a directory with the state to go on from, if the trial is moved or copied.
     """
-    if _sink is not None and os.environ.get("RANK", "0") == "0":
+    if _sink is not None and known_variables.whole_number("RANK") == 0:
         _sink(dict(metrics), None if checkpoint is None else os.fspath(checkpoint))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import ConfigurationError, IoError
 from torsh_distributed.unreadable_data import unreadable_as
 
@@ -61,13 +62,13 @@ def find_access(environ: Mapping[str, str], *, context: str | None = None) -> Cl
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("HOME", "/"))
+    return Path(known_variables.text("HOME", environ))
 
 
 def _pod_access(environ: Mapping[str, str]) -> ClusterAccess:
     return ClusterAccess(
         host=environ["KUBERNETES_SERVICE_HOST"],
-        port=int(environ.get("KUBERNETES_SERVICE_PORT", "443")),
+        port=known_variables.whole_number("KUBERNETES_SERVICE_PORT", environ),
         namespace=(_POD_ACCOUNT / "namespace").read_text().strip(),
         tls=ssl.create_default_context(cafile=str(_POD_ACCOUNT / "ca.crt")),
         token=(_POD_ACCOUNT / "token").read_text().strip(),

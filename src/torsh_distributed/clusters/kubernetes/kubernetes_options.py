@@ -11,8 +11,9 @@ from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 
-MASTER_PORT = 29500
+MASTER_PORT = DEFAULT_MASTER_PORT
 """Where the launchers of a job meet; every job has addresses of its own, so none needs another port."""
 HEALTH_PORT = 8081
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

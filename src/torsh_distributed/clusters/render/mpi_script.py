@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
+from torsh_distributed import known_variables
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.render.rendered_files import RenderedFile, exported, folded
 from torsh_distributed.clusters.submission import Submission
@@ -45,7 +46,7 @@ def render_mpi(submission: Submission) -> list[RenderedFile]:
         "set -euo pipefail",
         "",
         *where,
-        f"MASTER_PORT={shlex.quote(options.get('port', '29500'))}",
+        f"MASTER_PORT={shlex.quote(options.get('port', known_variables.KNOWN['MASTER_PORT'].default))}",
         'TORSH_SECRET_FILE=$(mktemp "$HOME/.torsh-mpi-XXXXXX")',
         "trap 'rm -f \"$TORSH_SECRET_FILE\"' EXIT",
         'openssl rand -hex 32 > "$TORSH_SECRET_FILE"',

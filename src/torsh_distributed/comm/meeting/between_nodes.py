@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 
@@ -14,7 +15,7 @@ LEG_VARIABLE = "TORSH_BETWEEN_NODES"
 
 def chosen_leg(option: Leg | None, environ: Mapping[str, str]) -> Leg:
     """The option, else the variable, else gloo; raises for what is neither, and for MPI in a job under TLS."""
-    leg = option or environ.get(LEG_VARIABLE) or "gloo"
+    leg = option or known_variables.text(LEG_VARIABLE, environ)
     if leg == "gloo":
         return "gloo"
     if leg != "mpi":

@@ -15,6 +15,8 @@ import struct
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from torsh_distributed import known_variables
+
 _LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK = "lo"
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
@@ -125,7 +127,7 @@ def listening_address(environ: Mapping[str, str]) -> str:
         for name, address in _owned_addresses():
             if name == interface and not (address.is_link_local and address.version == 6):
                 return str(address)
-    return address_towards(environ.get("MASTER_ADDR", _LOOPBACK_ADDRESS)) or _LOOPBACK_ADDRESS
+    return address_towards(known_variables.text("MASTER_ADDR", environ)) or _LOOPBACK_ADDRESS
 
 
 def gloo_address(environ: Mapping[str, str]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torsh_distributed import events
+from torsh_distributed import events, known_variables
 from torsh_distributed.elastic.faults.fault import LOG_VARIABLE, Fault, FaultKind, faults_from_environment
 from torsh_distributed.elastic.faults.inflicting import inflict
 from torsh_distributed.private_files import open_private
@@ -50,7 +50,7 @@ class Injector:
             self._note({"kind": "step", "step": step})
         if self._step is None:
             return
-        rank, attempt = _rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        rank, attempt = _rank(), known_variables.whole_number("TORCHELASTIC_RESTART_COUNT")
         for fault in self._faults:
             is_here = fault.rank == rank and fault.attempt == attempt and fault.point == name
             if fault.kind is FaultKind.SLOW and is_here and self._step >= fault.step:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import InvalidArgument
 
 Cloud = Literal["aws", "gcp", "azure"]
 METADATA_VARIABLE = "TORSH_METADATA_URL"
-"""Where the metadata service is, if it is not at the cloud's own address: behind a proxy, or in a test."""
+"""Where the metadata service is, if it is not at the clouds' own address, the same for all three: behind a proxy, or
+in a test."""
 
-_ADDRESS = "http://169.254.169.254"  # the same for all three
 _ASK_EVERY_S: dict[Cloud, float] = {"aws": 5.0, "gcp": 2.0, "azure": 1.0}
 _TIMEOUT_S = 2.0
 _MAX_ANSWER_BYTES = 1 << 16
@@ -92,7 +92,7 @@ class SpotWatch:
 
     def __init__(self, cloud: Cloud, *, address: str | None = None, every_s: float | None = None) -> None:
         self._cloud: Cloud = cloud
-        self._address = urlsplit(address or os.environ.get(METADATA_VARIABLE) or _ADDRESS)
+        self._address = urlsplit(address or known_variables.text(METADATA_VARIABLE))
         self._every_s = every_s if every_s is not None else _ASK_EVERY_S[cloud]
         self._closing = threading.Event()
         self.reports, self._thread_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,11 +16,12 @@ from typing import Any
 
 from typing_extensions import override
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
 from torsh_distributed.launch.worker.slurm_nodes import expand_nodes, expand_tasks
 
-DEFAULT_PORT = 29500
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK = known_variables.KNOWN["MASTER_ADDR"].default
+_PORT = known_variables.DEFAULT_MASTER_PORT
 _LAUNCHERS = {"run": "torsh run", "ray": "Ray", "dask": "Dask"}
 """What TORSH_LAUNCHER may say: all of them set torchrun's variables and serve the store."""
 
@@ -37,7 +38,7 @@ class Environment:
     local_world_size: int | None = None
     node_rank: int | None = None
     master_addr: str = _LOOPBACK
-    master_port: int = DEFAULT_PORT
+    master_port: int = _PORT
     attempt: int = 0
     """How often the launcher has restarted the world; part of the store prefix."""
     has_agent_store: bool = False
@@ -93,7 +94,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     found = Environment(
         source="nothing: a world of one",
         master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
-        master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
+        master_port=variables.number("MASTER_PORT", _PORT),
     )
     for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm, _pbs):
         detected = detect(variables)
@@ -160,7 +161,7 @@ class _Variables:
                 world_size=rank_count,
                 local_world_size=local_count,
             )
-        return {"master_addr": addr or _LOOPBACK, "master_port": self.number("MASTER_PORT", DEFAULT_PORT)}
+        return {"master_addr": addr or _LOOPBACK, "master_port": self.number("MASTER_PORT", _PORT)}
 
 
 def _torsh_run(variables: _Variables) -> Environment | None:
@@ -200,7 +201,7 @@ def _by_hand(variables: _Variables) -> Environment | None:
         local_world_size=variables.maybe("LOCAL_WORLD_SIZE"),
         node_rank=variables.maybe("NODE_RANK"),
         master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
-        master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
+        master_port=variables.number("MASTER_PORT", _PORT),
     )
 
 

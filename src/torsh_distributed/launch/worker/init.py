@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.collectives.matching import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
@@ -89,7 +90,7 @@ def _observe(section: ObserveConfig) -> None:
     set_log_level(os.environ)
     record_events(directory=section.events_dir)
     report_metrics(ObserveSettings.from_plan(section))
-    enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
+    enable_checks(known_variables.is_on("TORSH_DEBUG"))
 
 
 def _start(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.work import group_timeout_s
@@ -21,7 +22,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.worker.environment import read_environment
 from torsh_distributed.launch.worker.init import init as join_job
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
-from torsh_distributed.migrate.horovod.negotiation.engine_settings import is_set, read_settings
+from torsh_distributed.migrate.horovod.negotiation.engine_settings import read_settings
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 from torsh_distributed.migrate.horovod.process_sets import (
@@ -67,7 +68,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
 
 
 def _wanted_sets(process_sets: Sequence[ProcessSet] | str | None) -> tuple[list[ProcessSet], bool]:
-    is_dynamic = is_set(os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS")
+    is_dynamic = known_variables.is_on("HOROVOD_DYNAMIC_PROCESS_SETS")
     if process_sets is None:
         return [], is_dynamic
     if isinstance(process_sets, str):
@@ -128,7 +129,7 @@ def _start(members: list[int], *, is_dynamic: bool) -> WorldState:
     engine = SetEngine(group, members, settings)
     state.sets[0] = RegisteredSet(list(range(len(members))), engine)
     if timeline_path and timeline_path.upper() != "DYNAMIC" and me == 0:
-        marks = is_set(os.environ, "HOROVOD_TIMELINE_MARK_CYCLES")
+        marks = known_variables.is_on("HOROVOD_TIMELINE_MARK_CYCLES")
         state.timeline = engine.timeline = TimelineFile(timeline_path, mark_cycles=marks)
     return state
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torsh_distributed.comm.meeting.network_interface import address_for_peers, interface_of, outward_address
+from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 from torsh_distributed.observe.machine.diagnostic_result import CheckSeverity, DiagnosticResult
 
-PORTS = range(29500, 29511)
+PORTS = range(DEFAULT_MASTER_PORT, DEFAULT_MASTER_PORT + 11)
 _ADVISED_BUFFER_BYTES = 16 << 20
 
 
@@ -61,7 +62,7 @@ def _ports(environ: Mapping[str, str]) -> DiagnosticResult:
         check_name="ports",
         severity=CheckSeverity.WARNING,
         description=f"port {', '.join(map(str, taken))} is taken",
-        reason="29500 is where launchers meet by default: another job runs, or one did not end",
+        reason=f"{DEFAULT_MASTER_PORT} is where launchers meet by default: another job runs, or one did not end",
         remediation="give --master-port, end the other program (`ss -ltnp`), or leave the choice to `torsh run`",
         data={"taken": taken},
     )

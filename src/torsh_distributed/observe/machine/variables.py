@@ -7,47 +7,10 @@ import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 
+from torsh_distributed.known_variables import DEFAULT_MASTER_PORT, KNOWN, REMOVED, RENAMED
 from torsh_distributed.observe.machine.diagnostic_result import CheckSeverity, DiagnosticResult
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT")
-_OURS = frozenset(
-    [
-        "TORSH_INIT_TIMEOUT",
-        "TORSH_LOG",
-        "TORSH_EVENTS_DIR",
-        "TORSH_DEBUG",
-        "TORSH_PLAN",
-        "TORSH_JOB_TOKEN",
-        "TORSH_SECRET_FILE",
-        "TORSH_STORE",
-        "TORSH_STORE_TOKEN",
-        "TORSH_RANK",
-        "TORSH_WORLD_SIZE",
-        "TORSH_LOCAL_RANK",
-        "TORSH_NODE_ID",
-        "TORSH_MASTER_ADDR",
-        "TORSH_MASTER_PORT",
-        "TORSH_LAUNCHER",
-        "TORSH_PROGRESS_FILE",
-        "TORSH_LINE_FD",
-        "TORSH_EVENTS_MAX_MB",
-        "TORSH_LOADER_WORKERS",
-        "TORSH_FAULTS",
-        "TORSH_FAULT_LOG",
-        "TORSH_RUN_AS",
-        "TORSH_METRICS",
-        "TORSH_MEMBER",
-        "TORSH_JOINS",
-        "TORSH_BEAT_S",
-        "TORSH_NEWS_TIMEOUT_S",
-        "TORSH_RAY_JOB",
-        "TORSH_DASK_JOB",
-        "TORSH_RESUME_FROM",
-        "TORSH_JOB_MARKS",
-        "TORSH_PMI_ADDRESS",
-        "TORSH_SMTP_PASSWORD",
-    ]
-)
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
@@ -55,7 +18,7 @@ def check_variables(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
     found = list(_not_numbers(environ))
     if not found:
         found = [*_places(environ), *_master(environ), *_threads(environ), *_debugging(environ)]
-    found += _misspelt(environ)
+    found += [*_misspelt(environ), *_old(environ)]
     yield from found or [DiagnosticResult(check_name="variables", description=_summary(environ))]
 
 
@@ -75,16 +38,26 @@ def _not_numbers(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
+    ours = [name for name in KNOWN if name.startswith("TORSH_")]
     for name in sorted(environ):
-        if name.startswith("TORSH_") and name not in _OURS and not name.startswith(("TORSH_PLAN__", "TORSH_TEST_")):
-            near = difflib.get_close_matches(name, _OURS, n=1)
-            yield DiagnosticResult(
-                check_name=name,
-                severity=CheckSeverity.WARNING,
-                description=f"{name} is not a variable of this library",
-                reason="it has no effect",
-                remediation=f"did you mean {near[0]}?" if near else "`torsh env` lists them",
+        if name.startswith("TORSH_") and name not in KNOWN and not name.startswith(("TORSH_PLAN__", "TORSH_TEST_")):
+            near = difflib.get_close_matches(name, ours, n=1)
+            yield _warning(
+                name,
+                f"{name} is not a variable of this library",
+                "it has no effect",
+                f"did you mean {near[0]}?" if near else "`torsh env` lists them",
             )
+
+
+def _old(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
+    """Names that NCCL or torch have given up."""
+    for name, new in RENAMED.items():
+        if name in environ:
+            yield _warning(name, f"{name} is now called {new}", "the old name may stop working", f"set {new} instead")
+    for name, new in REMOVED.items():
+        if name in environ:
+            yield _warning(name, f"NCCL no longer reads {name}", "it has no effect", f"see {new}, or unset {name}")
 
 
 def _places(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
@@ -150,7 +123,9 @@ def _master(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
     address = environ.get("MASTER_ADDR")
     port = _number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
-        yield _error("MASTER_PORT", f"MASTER_PORT={port} is no port", "ports are 1 to 65535", "use 29500")
+        yield _error(
+            "MASTER_PORT", f"MASTER_PORT={port} is no port", "ports are 1 to 65535", f"use {DEFAULT_MASTER_PORT}"
+        )
     if world is None or world == 1:
         return
     if address is None and environ.get("TORSH_STORE") is None:
@@ -192,7 +167,7 @@ def _debugging(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
         "NCCL_SHM_DISABLE": "processes of one node exchange over the network",
     }
     for name, effect in slow.items():
-        value = environ.get(name, "0")
+        value = environ.get(name, "")
         if value not in ("", "0", "OFF", "INFO"):
             yield DiagnosticResult(
                 check_name=name,
@@ -220,4 +195,14 @@ def _is_loopback(address: str) -> bool:
 def _error(name: str, description: str, reason: str, remediation: str) -> DiagnosticResult:
     return DiagnosticResult(
         check_name=name, severity=CheckSeverity.ERROR, description=description, reason=reason, remediation=remediation
+    )
+
+
+def _warning(name: str, description: str, reason: str, remediation: str) -> DiagnosticResult:
+    return DiagnosticResult(
+        check_name=name,
+        severity=CheckSeverity.WARNING,
+        description=description,
+        reason=reason,
+        remediation=remediation,
     )

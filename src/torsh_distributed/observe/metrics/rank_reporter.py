@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from torsh_distributed import events
+from torsh_distributed import events, known_variables
 from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
 from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
@@ -43,7 +43,7 @@ class RankReporter:
         self._interval_s = interval_s
         self._sensors = ProcessSensors()
         # One rank of a node reads the node.
-        self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._machine = MachineSensors(machine_interval_s) if known_variables.whole_number("LOCAL_RANK") == 0 else None
         self._optimizer_steps = OptimizerSteps(collector.note_operations, collector.note_averaged_group)
         self._sequence = 0
         node = os.environ.get("NODE_RANK", "")

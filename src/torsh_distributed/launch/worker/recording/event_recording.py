@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torsh_distributed import events
+from torsh_distributed import events, known_variables
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note_error_in_flight, open_line
@@ -45,7 +45,7 @@ def record_events(directory: str | Path | None = None) -> None:
     chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
     if chosen:
         started += [JsonlSink(chosen, limit_bytes=_limit_bytes()), MemorySamples()]
-        started.append(HardwareSamples(is_first_of_node=os.environ.get("LOCAL_RANK", "0") == "0"))
+        started.append(HardwareSamples(is_first_of_node=known_variables.whole_number("LOCAL_RANK") == 0))
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
         started.append(ProgressWriter(progress, on_leaving=note_error_in_flight))
@@ -125,10 +125,10 @@ def _own_observer(wanted: ObserveSettings) -> ObserverProcess | None:
     """
     from torsh_distributed.observe.serving.observer_process import ObserverProcess
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
+    local_rank = known_variables.whole_number("LOCAL_RANK")
     if wanted.prometheus_port is not None:
         wanted = dataclasses.replace(wanted, prometheus_port=wanted.prometheus_port + local_rank)
-    if os.environ.get("RANK", "0") != "0":
+    if known_variables.whole_number("RANK") != 0:
         wanted = dataclasses.replace(wanted, page_port=None, report=None, exports=(), alert_rules=None)
     if not wanted.is_active:
         return None
@@ -141,7 +141,7 @@ def _own_observer(wanted: ObserveSettings) -> ObserverProcess | None:
     import atexit
 
     atexit.register(_finish, observer)
-    observer.send({"type": "job", "world_size": int(os.environ.get("WORLD_SIZE", "1") or 1)})
+    observer.send({"type": "job", "world_size": known_variables.whole_number("WORLD_SIZE")})
     return observer
 
 

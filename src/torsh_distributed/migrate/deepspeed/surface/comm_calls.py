@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
 from torsh_distributed.migrate.deepspeed.observing.deepspeed_timers import wait_for_device
@@ -129,7 +129,7 @@ def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def get_local_rank() -> int:
     """This rank on its node."""
-    return local_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank() if dist.is_initialized() else known_variables.whole_number("LOCAL_RANK")
 
 
 def get_world_group() -> dist.ProcessGroup | None:

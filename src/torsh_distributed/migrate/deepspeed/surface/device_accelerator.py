@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torsh_distributed import known_variables
+
 
 class TorshAccelerator:
     """CUDA where there is one, else the CPU, whose devices are its cores.
@@ -42,11 +44,11 @@ class TorshAccelerator:
         """GPUs, or cores; LOCAL_SIZE overrides the latter."""
         if self._is_cuda:
             return torch.cuda.device_count()
-        return int(os.environ.get("LOCAL_SIZE", "0")) or os.cpu_count() or 1
+        return known_variables.whole_number("LOCAL_SIZE") or os.cpu_count() or 1
 
     def current_device(self) -> int:
         """The present GPU; for a CPU the local rank."""
-        return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.cuda.current_device() if self._is_cuda else known_variables.whole_number("LOCAL_RANK")
 
     def current_device_name(self) -> str:
         """The present device by name."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from torsh_distributed import known_variables
 from torsh_distributed.migrate.horovod.collectives.object_encoding import decode_object, encode_object
 
 _NAME = "horovod-commit.pt"
@@ -25,9 +26,9 @@ class CommitFile:
     def of_job(cls) -> Self | None:
         """The file of the job that this process belongs to; None if its workers are never started again."""
         progress = os.environ.get("TORSH_PROGRESS_FILE")
-        if not progress or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        if not progress or known_variables.whole_number("TORCHELASTIC_MAX_RESTARTS") == 0:
             return None
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        attempt = known_variables.whole_number("TORCHELASTIC_RESTART_COUNT")
         return cls(Path(progress).parent / _NAME, attempt)
 
     def write(self, commit: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compressor
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
-from torsh_distributed.migrate.horovod.negotiation.engine_settings import is_set
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
 from torsh_distributed.migrate.horovod.training.reduction_buckets import (
     BUCKET_BYTES,
@@ -197,7 +196,7 @@ class ReducingOptimizer(Optimizer):
         reduction.hooks, reduction.buckets, reduction.bucket_of = [], [], {}
         process_set = reduction.process_set
         is_member = bool(process_set.included()) if process_set.ranks is not None else False
-        if not is_member or (set_size(process_set) == 1 and not is_set(os.environ, "HOROVOD_ELASTIC")):
+        if not is_member or (set_size(process_set) == 1 and not known_variables.is_on("HOROVOD_ELASTIC")):
             return
         state = world()
         assert process_set.process_set_id is not None, "registered, because its size is known"
