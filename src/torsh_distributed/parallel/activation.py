@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,6 +27,7 @@ from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import compile_model
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
+from torsh_distributed.parallel.torch_internals import _get_current_function_mode_stack
 from torsh_distributed.plan.sections.activation import ActivationConfig
 from torsh_distributed.plan.sections.compile import CompileConfig
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.parallel import torch_internals
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
 from torsh_distributed.plan.sections.compile import CompileConfig
 
@@ -55,7 +56,7 @@ def compile_model(model: nn.Module, config: CompileConfig, *, layers: Named | No
 
 def raise_recompile_limit(config: CompileConfig) -> None:
     """Let torch keep enough versions of a function: layers of one class share its code, and all of them count."""
-    limits = torch._dynamo.config
+    limits = torch_internals._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, config.recompile_limit)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * config.recompile_limit)
 
@@ -112,18 +113,18 @@ class Compiled:
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         _log.info("compiling %s, %s", self._label, self._progress or "the first call")
-        breaks = torch._dynamo.utils.counters["graph_break"]
+        breaks = torch_internals._dynamo.utils.counters["graph_break"]
         before, started = dict(breaks), time.monotonic()
         try:
             result = self._function(*args, **kwargs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        except (torch_internals._dynamo.exc.Unsupported, torch_internals._dynamo.exc.UserError) as error:
             raise ConfigurationError(
                 f"{self._label} cannot be compiled as one graph: {_first_line(error)}",
                 hint='change the layer, set compile.graph_breaks = "warn" to run such parts as they are, or leave'
                 " compile out",
                 key="compile.graph_breaks",
             ) from error
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except torch_internals._dynamo.exc.BackendCompilerFailed as error:
             raise FeatureNotAvailable(
                 f"{self._label} could not be compiled: {_first_line(error)}",
                 hint="the compiler needs g++ on a CPU and Triton on a GPU; set compile.enabled = false to run without",

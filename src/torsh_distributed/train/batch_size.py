@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, MemoryAllocationFailed
+from torsh_distributed.observe.torch_internals import TorchDispatchMode
+from torsh_distributed.parallel.torch_internals import tree_leaves
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
 

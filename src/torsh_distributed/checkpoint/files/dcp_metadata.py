@@ -16,7 +16,6 @@ _ZSTD = ("stream.zstd/1",)
 def dcp_metadata(index: TensorIndex, *, is_compressed: bool) -> bytes:
     """The contents of `.metadata` for an index."""
     # Here, not above: it takes a second to import, and only one rank writes it.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -24,6 +23,8 @@ def dcp_metadata(index: TensorIndex, *, is_compressed: bool) -> bytes:
         TensorProperties,
         TensorStorageMetadata,
     )
+
+    from torsh_distributed.checkpoint.torch_internals import _StorageInfo
 
     described: dict[str, Any] = {}
     places = {}

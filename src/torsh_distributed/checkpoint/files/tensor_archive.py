@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from torsh_distributed.checkpoint.torch_internals import _rebuild_tensor_v2, _rebuild_tensor_v3
+
 ALIGNMENT = 64
 """Bytes: a tensor's data starts on a multiple of it, as torch's does."""
 
@@ -107,11 +109,11 @@ def _description(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     if kind is not None:
         storage = _Storage(kind, size.numel())
         arguments: tuple[Any, ...] = (storage, 0, tuple(size), strides, False, OrderedDict())
-        call: Any = torch._utils._rebuild_tensor_v2
+        call: Any = _rebuild_tensor_v2
     else:
         storage = _Storage(torch.UntypedStorage, size.numel() * dtype.itemsize)
         arguments = (storage, 0, tuple(size), strides, False, OrderedDict(), dtype, None)
-        call = torch._utils._rebuild_tensor_v3
+        call = _rebuild_tensor_v3
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(_Description(call, arguments))
     return stream.getvalue()
@@ -119,6 +121,6 @@ def _description(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 def _legacy_storages() -> dict[torch.dtype, Any]:
     """The storage class that torch names in files, for the dtypes that have one."""
-    from torch.storage import _dtype_to_storage_type_map
+    from torsh_distributed.checkpoint.torch_internals import _dtype_to_storage_type_map
 
     return {dtype: getattr(torch, name) for dtype, name in _dtype_to_storage_type_map().items() if hasattr(torch, name)}

@@ -140,6 +140,7 @@ def _register_job_store(torch_rendezvous: Any) -> None:
     if getattr(create, "knows_job_store", False):
         return
 
+    @functools.wraps(create)
     def create_or_find(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *options: Any) -> object:
         from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.gloo.connections import Connections
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.torch_internals import _world
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
 
 _connections: dict[str, Connections] = {}
@@ -81,7 +81,7 @@ def abort_all(reason: str) -> None:
     for connections in list(_forming):
         connections.cut()
     with taking_down:
-        for group in list(distributed_c10d._world.pg_map):
+        for group in list(_world.pg_map):
             if group.group_name in _reasons:
                 continue
             try:

@@ -28,6 +28,8 @@ from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_devic
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
+from torsh_distributed.comm.torch_internals import _set_pg_timeout
+from torsh_distributed.comm.torch_internals import _world as torch_world
 from torsh_distributed.comm.trust.encrypted_backends import require_encryption
 from torsh_distributed.errors import (
     BackendNotInitialized,
@@ -261,13 +263,13 @@ def _set_timeout(timeout: timedelta) -> None:
     if isinstance(world, GroupLifecycle):
         world.set_timeout(timeout)
     else:
-        dist.distributed_c10d._set_pg_timeout(timeout, world)
+        _set_pg_timeout(timeout, world)
 
 
 def _take_down() -> None:
     """Destroy torch's groups. Peers that died leave half-open sockets; the group is gone all the same."""
     with taking_down:
-        names = [group.group_name for group in dist.distributed_c10d._world.pg_map]
+        names = [group.group_name for group in torch_world.pg_map]
         try:
             dist.destroy_process_group()
         except (TorshError, RuntimeError) as error:

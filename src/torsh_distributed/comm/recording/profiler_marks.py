@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import profiler as torch_profiler
 from torch.futures import Future
 
+from torsh_distributed.comm.torch_internals import _profiler_enabled, _RecordFunctionFast
+
 Facts = dict[str, str | int]
 """What a trace shows beside sizes, under the names that c10d's own groups use there."""
 
@@ -26,7 +28,7 @@ def is_profiled() -> bool:
 
 def mark(title: str, tensors: Sequence[Tensor], facts: Facts) -> AbstractContextManager[None]:
     """Around an operation: it appears in the profile of this thread."""
-    return torch._C._profiler._RecordFunctionFast(title, list(tensors), dict(facts))
+    return _RecordFunctionFast(title, list(tensors), dict(facts))
 
 
 def marked(body: Callable[..., None], title: str, tensors: Sequence[Tensor], facts: Facts) -> Callable[..., None]:
@@ -46,7 +48,7 @@ def begin_mark(title: str, tensors: Sequence[Tensor], facts: Facts) -> Future[No
     itself ends the mark of a remote call. Such a mark goes from the call to the end, like those of c10d's own handles,
     and takes no tensors; their sizes are in a short mark at the call. None if no profiler runs in this thread.
     """
-    if not torch.autograd._profiler_enabled():
+    if not _profiler_enabled():
         return None
     with mark(f"started {title}", tensors, facts):
         done: Future[None] = torch.futures.Future()

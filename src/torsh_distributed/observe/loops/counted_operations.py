@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
+
+from torsh_distributed.observe.torch_internals import TorchDispatchMode
 
 _log = logging.getLogger(__name__)
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.tensor.apply import tensor_parallel_context
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 _ROUNDING = 1e-3
 _HALF_ROUNDING = 0.3

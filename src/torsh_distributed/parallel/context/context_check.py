@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from torsh_distributed.errors import ConfigurationError, TorshError
 from torsh_distributed.parallel.context import attention_interface
@@ -25,6 +24,7 @@ from torsh_distributed.parallel.models.anatomy import ModelAnatomy, anatomy_of
 from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs, takes, takes_any
 from torsh_distributed.parallel.models.label_share import shifts_labels
 from torsh_distributed.parallel.models.probing import trying
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 _ORDER = (3, 6, 1, 7, 0, 5, 2, 4)
 

@@ -26,6 +26,7 @@ from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.data.bucket_clock import BucketClock
 from torsh_distributed.parallel.data.bucket_reduction import Reduce
 from torsh_distributed.parallel.data.shared_buckets import SharedBuckets
+from torsh_distributed.parallel.torch_internals import _current_graph_task_id
 
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
@@ -308,7 +309,7 @@ class GradientSync:
 
         Not through the futures: an exception that passes through C++ becomes a RuntimeError with its text.
         """
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task_id()
         if task in (-1, self._watched):
             return
         self._watched = task
@@ -316,7 +317,7 @@ class GradientSync:
 
     def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
         """Note a bucket to be waited for before the reducer does, if waits are timed: its own wait cannot be."""
-        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_in_backward = _current_graph_task_id() != -1
         if is_in_backward and self._device.type == "cpu" and step_notes.wants_waits():
             self._travelling.append(bucket)
         return bucket

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.parallel.compiling import outside_graphs
+from torsh_distributed.parallel.torch_internals import _BatchNorm
 
 
 class BatchStatistics:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.parallel.torch_internals import _foreach_mul_, _foreach_norm
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,7 +52,7 @@ def clip_to_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float | None) 
     if max_norm is None or not local:
         return
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], scale)
+    _foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], scale)
 
 
 def held_by_placement(grads: Iterable[Tensor]) -> list[HeldGradients]:
@@ -75,7 +76,7 @@ def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     if not values:
         return torch.zeros((), device=device)
     is_wide = any(value.dtype.itemsize > 4 for value in values)
-    norms = torch._foreach_norm(values, 2, dtype=None if is_wide else torch.float32)
+    norms = _foreach_norm(values, 2, dtype=None if is_wide else torch.float32)
     return torch.stack(list(norms)).square().sum().to(device, torch.float32)
 
 

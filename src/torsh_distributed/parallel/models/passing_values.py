@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 _device: ContextVar[torch.device | None] = ContextVar("device of values that pass", default=None)
 

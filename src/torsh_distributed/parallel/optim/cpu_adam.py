@@ -15,6 +15,7 @@ from typing_extensions import override
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.native import ADAM_KERNEL, load
 from torsh_distributed.parallel.optim.divided_update import DividedUpdate
+from torsh_distributed.parallel.torch_internals import _foreach_add_, _fused_adam_, _fused_adamw_
 
 # Fewer elements than this are updated before another thread has started.
 _ELEMENTS_PER_THREAD = 1 << 17
@@ -97,7 +98,7 @@ class CpuAdam(Adam):
         self._init_group(group, params, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]  # untyped in torch
         if not params:
             return
-        torch._foreach_add_(steps, 1)
+        _foreach_add_(steps, 1)
         kernel, divided = compiled_kernel(), self._divided
         alone, together, odd = list[_ParamSlice](), list[_ParamSlice](), list[_ParamSlice]()
         for param, grad, step in zip(params, grads, steps, strict=True):
@@ -165,7 +166,7 @@ def _like(value: Tensor, grad: Tensor) -> Tensor:
 def _by_torch(group: dict[str, Any], pieces: list[_ParamSlice]) -> None:
     if not pieces:
         return
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
     values, grads, means, squares = map(list, zip(*(piece.tensors for piece in pieces), strict=True))
     beta1, beta2 = map(float, group["betas"])
     kernel(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from typing_extensions import override
 
@@ -19,6 +18,7 @@ from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
+from torsh_distributed.parallel.torch_internals import _SpectralNorm
 
 # When backward is split in two, older torch detaches a stage's outputs in place. An output that is also an input, such
 # as a table of positions, then blocks the gradient in the next step. Drop with support for torch < 2.13.

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Not exported by torch, but the argument types of the public set_custom_all_gather and set_custom_reduce_scatter.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.shared_memory.buffers import collective_buffer
 from torsh_distributed.errors import InternalError
+from torsh_distributed.parallel.torch_internals import AllGather, ReduceScatter
 
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

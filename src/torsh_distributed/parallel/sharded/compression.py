@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
@@ -31,6 +30,7 @@ from torsh_distributed.compress.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded.communication import CommTally, PlainBuffers, gather, reduce_scatter
+from torsh_distributed.parallel.torch_internals import AllGather, ReduceScatter
 from torsh_distributed.plan import CompressConfig
 from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS
 

@@ -41,6 +41,7 @@ from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardI
 from torsh_distributed.parallel.sharded.shared_shards import place_shards, share_shards
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.torch_internals import _BatchNorm
 from torsh_distributed.parallel.weights.held_parts import HeldParts
 from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
@@ -419,7 +420,7 @@ def _persistent_buffers(module: nn.Module) -> list[Tensor]:
 def _check_batch_norms(module: nn.Module, dtype: torch.dtype | None) -> None:
     """On a CPU torch normalises only with means and weights of one dtype, and raises in the middle of a forward."""
     for name, norm in module.named_modules():
-        is_cast = isinstance(norm, nn.modules.batchnorm._BatchNorm) and isinstance(norm.weight, DTensor)
+        is_cast = isinstance(norm, _BatchNorm) and isinstance(norm.weight, DTensor)
         mean = norm.running_mean if is_cast else None
         if dtype is not None and isinstance(mean, Tensor) and mean.is_cpu and mean.dtype != dtype:
             short = next(short for short, known in _DTYPES.items() if known == dtype)

@@ -137,7 +137,7 @@ def shard_bounds(tensor: Tensor) -> tuple[Sequence[int], Sequence[int]]:
     if not hasattr(tensor, "device_mesh"):
         return [0] * tensor.dim(), tensor.shape
     # Takes a second to import, which data-parallel jobs need not spend.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torsh_distributed.parallel.torch_internals import compute_local_shape_and_global_offset
 
     sizes, starts = compute_local_shape_and_global_offset(
         tensor.shape,

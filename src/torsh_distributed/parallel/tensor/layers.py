@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from typing_extensions import override
 
@@ -29,6 +28,7 @@ from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.random_streams import begin_local_stream, end_local_stream
 from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts, take_last
 from torsh_distributed.parallel.tensor.split_params import adopt, class_for, replicate_param, split_param
+from torsh_distributed.parallel.torch_internals import _StridedShard
 
 Activation = Literal["whole", "local", "sharded"]
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from torsh_distributed.checkpoint.random_generators import random_state, restore_random_state
 from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object
@@ -30,6 +29,7 @@ from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.parallel.torch_internals import _BatchNorm, tree_flatten, tree_leaves, tree_unflatten
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.comparing.module_trail import Passage, first_difference, trail_of
@@ -406,7 +406,7 @@ def _leave_statistics(model: nn.Module) -> None:
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return isinstance(module, _BatchNorm)
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

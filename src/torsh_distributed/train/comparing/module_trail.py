@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from torsh_distributed.parallel.context.order import take_positions
 from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 _ROUNDING = 1e-3
 

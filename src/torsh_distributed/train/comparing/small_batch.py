@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
 from torsh_distributed.parallel.models.label_share import IGNORED
+from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.train.batches import Batch, count_samples, pick_rows
 from torsh_distributed.train.loss import LossFn
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from torsh_distributed.parallel.expert.layer import auxiliary_loss, moe_layers, staged_auxiliary_loss
+from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
 

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
@@ -19,6 +18,7 @@ from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.train.efficiency.account import Account
 from torsh_distributed.train.efficiency.report import EfficiencyReport, StepTimes
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.train.torch_internals import _resolve_process_group
 
 
 class EfficiencyMeter:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_varsize
+from torsh_distributed.parallel.torch_internals import tree_flatten, tree_map_only
 from torsh_distributed.train.batches import count_samples
 
 

@@ -8,10 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from torsh_distributed.parallel.torch_internals import tree_map_only
 from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy
+from torsh_distributed.train.torch_internals import DisableTorchFunctionSubclass
 
 _RESHAPING = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
 _SAME = {Tensor.contiguous, Tensor.float}
@@ -61,7 +62,7 @@ class DeferredLogits(Tensor):
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def whole(self) -> Tensor:
@@ -72,12 +73,12 @@ class DeferredLogits(Tensor):
                 dtype = self._compute_dtype
                 bias = None if self._bias is None else self._bias.to(dtype)
                 logits = functional.linear(self._hidden.to(dtype), self._weight.to(dtype), bias)
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 self._whole = logits.to(self.dtype)
         return self._whole
 
     def _with_hidden(self, hidden: Tensor, *, dtype: torch.dtype | None = None) -> DeferredLogits:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             own = self.dtype
         return DeferredLogits(
             hidden, self._weight, self._bias, compute_dtype=self._compute_dtype, dtype=own if dtype is None else dtype
@@ -90,7 +91,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         named: Mapping[str, Any] = kwargs or {}
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **named)
         logits = args[0] if args else None
         deferred = _deferred(func, logits, args[1:], named) if isinstance(logits, cls) else None

@@ -56,10 +56,12 @@ class HardwareSamples(StepSamples):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
+        from torsh_distributed.launch.torch_internals import _get_nvml_device_index
+
         device = torch.cuda.current_device()
         found = {reading.index: reading for reading in self._gpus.read()}
         # The driver counts all GPUs, CUDA those that this process may see.
-        reading = found.get(torch.cuda._get_nvml_device_index(device))
+        reading = found.get(_get_nvml_device_index(device))
         if reading is None:
             return None
         return events.HardwareEvent(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from torsh_distributed import events
@@ -18,6 +17,7 @@ from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSp
 from torsh_distributed.migrate.deepspeed.training.training_data import RepeatingLoader
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import LossFn
+from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.train.batches import to_device
 from torsh_distributed.train.loss import loss_of
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.parallel.mesh.grad_norm import held_by_placement
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.parallel.torch_internals import _foreach_norm
 from torsh_distributed.train.engine import Engine
 
 
@@ -33,7 +34,7 @@ def scaled_norm(core: Engine, stage: int) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
     for held in held_by_placement(grads):
         local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in held.grads]
-        square = torch.stack(list(torch._foreach_norm(local, 2, dtype=torch.float64))).square().sum()
+        square = torch.stack(list(_foreach_norm(local, 2, dtype=torch.float64))).square().sum()
         for group in held.groups:
             all_reduce(square, group=group)
         squares = squares + square

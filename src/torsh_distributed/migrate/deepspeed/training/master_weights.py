@@ -18,6 +18,7 @@ from typing_extensions import override
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.parallel.state.held_state import StoredTensor
+from torsh_distributed.parallel.torch_internals import _foreach_mul_
 
 MASTER = "master"
 """The key of the fp32 copy in a parameter's state."""
@@ -96,7 +97,7 @@ class MasterWeights(Optimizer):
                 pairs.append((param, master))
             group["params"] = masters
         if not (isinstance(self.gradient_factor, float) and self.gradient_factor == 1.0):
-            torch._foreach_mul_(grads, self.gradient_factor)
+            _foreach_mul_(grads, self.gradient_factor)
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
         try:

@@ -16,6 +16,7 @@ from torsh_distributed.migrate.deepspeed.training.run_settings import RunSetting
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import PendingNumber
+from torsh_distributed.parallel.torch_internals import _foreach_mul_
 from torsh_distributed.train.engine import Engine
 
 
@@ -122,4 +123,4 @@ class UpdateStep:
     def _multiply(self, factor: float) -> None:
         grads = [param.grad for param in self._core.unwrapped.parameters() if param.grad is not None]
         local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-        torch._foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], factor)
+        _foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], factor)

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.call import resolve_group
@@ -25,6 +24,7 @@ from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, h
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.torch_internals import tree_map_only
 
 _INNER = "_fsdp_wrapped_module"
 

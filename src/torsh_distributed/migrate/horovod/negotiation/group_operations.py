@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torsh_distributed.comm.backends.wire import SharedBuffer
 from torsh_distributed.comm.collectives.moves import all_gather_single, all_to_all_single, broadcast
@@ -21,6 +20,7 @@ from torsh_distributed.migrate.horovod.negotiation.answers.request_table import 
 from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
+from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
 
 _FOLDS = {"Sum": ReduceOp.SUM, "Min": ReduceOp.MIN, "Max": ReduceOp.MAX, "Product": ReduceOp.PRODUCT}
 _BOOL_FOLDS = {"Sum": ReduceOp.MAX, "Max": ReduceOp.MAX, "Min": ReduceOp.MIN, "Product": ReduceOp.MIN}
@@ -130,7 +130,7 @@ class GroupOperations:
                 op.result = op.outputs
             start = end
         if targets:
-            torch._foreach_copy_(targets, results)
+            _foreach_copy_(targets, results)
 
     def _all_reduce_in_place(self, step: PackedStep, ops: Sequence[PendingOp | None], request: Request) -> bool:
         """Small tensors of a repeated step, all in place, through a buffer that stays; False for any other step."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
 
 
 class KeptBuffer:
@@ -31,7 +32,7 @@ class KeptBuffer:
             for inside, outside in self._bytes:
                 inside[:] = outside
         else:
-            torch._foreach_copy_(self._views, tensors)
+            _foreach_copy_(self._views, tensors)
 
     def unpack(self, tensors: list[Tensor]) -> None:
         """Copy the buffer into the tensors that were packed last."""
@@ -40,7 +41,7 @@ class KeptBuffer:
                 outside[:] = inside
             torch.autograd.graph.increment_version(tensors)
         else:
-            torch._foreach_copy_(tensors, self._views)
+            _foreach_copy_(tensors, self._views)
 
     def _is_known(self, tensors: list[Tensor]) -> bool:
         """Whether these tensors came the last time, and are still where they were."""

@@ -30,6 +30,7 @@ from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet
 from torsh_distributed.migrate.horovod.world_state import is_up
+from torsh_distributed.parallel.torch_internals import _foreach_copy_
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket to fill is small, so the network is busy early."""
@@ -138,7 +139,7 @@ class ReductionBucket:
                 targets.append(view)
                 sources.append(grad)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            _foreach_copy_(targets, sources)
         self._set_flags(flat[-len(self.params) :])
         self._send([flat], [flat], RequestFlags.SHARED)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
@@ -14,6 +13,7 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import allreduce_
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Sum
 from torsh_distributed.migrate.horovod.world_state import world
+from torsh_distributed.parallel.torch_internals import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):

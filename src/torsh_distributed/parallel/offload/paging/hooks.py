@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.paging.unit_gradients import UnitGradients
 from torsh_distributed.parallel.offload.paging.units import Unit
+from torsh_distributed.parallel.torch_internals import _current_graph_task_id, tree_leaves
 
 
 class PagingHooks:
@@ -102,7 +102,7 @@ class PagingHooks:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 def _hook_tensors(tree: Any, hook: Callable[[Tensor], None]) -> None:

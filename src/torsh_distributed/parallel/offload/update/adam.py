@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.torch_internals import _fused_adam_, _fused_adamw_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def adam_update(
 
     `grad_divisor`, also one value, first divides the gradient in place, so clipping needs no extra pass.
     """
-    kernel = torch._fused_adamw_ if settings.is_decoupled else torch._fused_adam_
+    kernel = _fused_adamw_ if settings.is_decoupled else _fused_adam_
     kernel(
         [values],
         [grad],

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.probing import trying
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.torch_internals import tree_leaves
 
 
 def check_stages(

@@ -12,12 +12,12 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 class KeptStage(nn.Module):
