@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
+from torsh_distributed.elastic.epoch_votes import MeanAndVotes, is_unanimous
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.scaling import JobScaler, policy_named
@@ -55,8 +52,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_QUICK_BACKENDS = ("torsh", "shm")
 
 
 def attach(engine: Engine) -> InPlaceRecovery | None:
@@ -196,8 +191,7 @@ class InPlaceRecovery:
         """The mean over the ranks, and with it whether all of them know of a view to enter after this step."""
         pending = self._client.pending
         epoch = 0 if pending is None or not self._is_ready_for(pending) else pending.epoch
-        sent = torch.stack([loss.detach().float() / process_group.world_size(), loss.new_tensor(epoch).float()])
-        return _MeanAndEpoch(sent, self._note_votes)
+        return MeanAndVotes(loss, epoch, self._note_votes)
 
     # What decides on the number of workers
 
@@ -222,10 +216,10 @@ class InPlaceRecovery:
 
     # Between two steps
 
-    def _note_votes(self, loss: float, total: float) -> None:
+    def _note_votes(self, loss: float, votes: Sequence[float]) -> None:
         self._loss = loss
         pending = self._client.pending
-        has_all = pending is not None and total == pending.epoch * process_group.world_size()
+        has_all = pending is not None and is_unanimous(votes, pending.epoch, process_group.world_size())
         self._agreed_epoch = pending.epoch if pending is not None and has_all else 0
 
     def _after_step(self) -> None:
@@ -369,25 +363,3 @@ class InPlaceRecovery:
 
 def _is_of_communication(error: Exception) -> bool:
     return isinstance(error, CommunicationError | dist.DistError) or is_transport_text(str(error))
-
-
-class _MeanAndEpoch(PendingNumber):
-    """A sum of two numbers, one of which is the mean loss. Our CPU backends send it when it is waited for."""
-
-    def __init__(self, sent: Tensor, on_votes: Callable[[float, float], None]) -> None:
-        self._sent = sent
-        self._on_votes = on_votes
-        self._work: Work[Tensor] | None = None
-        is_late = not sent.is_cuda and process_group.backend() in _QUICK_BACKENDS
-        if not is_late and process_group.world_size() > 1:
-            self._work = all_reduce(sent, async_op=True)
-
-    @override
-    def wait(self) -> float:
-        if self._work is not None:
-            total = self._work.wait()
-        else:
-            total = self._sent if process_group.world_size() == 1 else all_reduce(self._sent)
-        loss, votes = total.tolist()
-        self._on_votes(loss, votes)
-        return float(loss)
