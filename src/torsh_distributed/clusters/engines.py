@@ -17,7 +17,7 @@ class EngineEntry:
     """Where an engine is found and what it needs."""
 
     home: str
-    """`module:Class`. The class is called with the engine's options, `Class(options: Mapping[str, str])`."""
+    """The module and the class, as `module:Class`. It is called with the engine's options, texts by name."""
 
     summary: str
     """One line for the list of engines."""

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class NeighbourReplicas:
     """Keeps the ranks' state in each other's memory; every rank of the world makes one and makes the same calls.
 
-    It outlives the process group that it was made under: after `regroup`, pass it to `recovery.recover`, then close it.
+    It outlives the process group that it was made under: after `regroup`, pass it to `recover`, then close it.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ class Snapshot:
     memory: Tensor
     """uint8: the boxes that the rank stored, as in its file of a checkpoint."""
     facts: bytes
-    """What is in it: see `recovery.SnapshotFacts`."""
+    """What is in it, as `NeighbourReplicas.update` writes it."""
 
     def view(self) -> memoryview:
         """Its memory, to read."""

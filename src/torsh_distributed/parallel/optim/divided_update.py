@@ -98,7 +98,7 @@ class DividedUpdate:
         return shared.part
 
     def _move_back(self) -> None:
-        """Move parameters back that were given other memory, as `to` and `share_memory` do."""
+        """Move parameters back that were given other memory, as `to` and `share_memory_` do."""
         for param, shared in self._shared.items():
             if param.data_ptr() == shared.address:
                 continue

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes with the header's length, a JSON header, then the tensors' bytes.
 
 Written here because the format's own library writes whole files, while a model that no process can hold is written one
-tensor at a time. Read here too, by the same table of dtypes: that library reads rows of a tensor as well (`get_slice`).
+tensor at a time. Read here too, by the same table of dtypes, although that library could: its `get_slice` reads rows.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's coordinates as a name: `model_00`."""
+        """A rank's coordinates as a name, such as model_00."""
         place = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
