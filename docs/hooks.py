@@ -22,6 +22,26 @@ PACKAGE = SOURCE / "torsh_distributed"
 RESULTS = ROOT / "benchmarks" / "results"
 # Pages written elsewhere in the repository, by the name they have on the site.
 ADOPTED = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+# The guides in reading order: a first hour, then by task. A test holds it against the folder.
+GUIDES = {
+    "A first hour": ["launch", "plan", "engine", "your-model", "checkpoints", "why-does-it-hang"],
+    "Larger models": [
+        "choosing-a-parallelism",
+        "sharding",
+        "offload",
+        "mixture-of-experts",
+        "optimizers",
+        "same-losses",
+    ],
+    "Faster": ["why-is-it-slow", "speed", "slow-networks", "figures"],
+    "Unattended": ["surviving-failures", "exactly-once", "dashboards", "security"],
+    "On other machines": [
+        *("on-a-cluster", "on-ssh", "on-slurm", "on-mpi", "on-kubernetes", "on-ray", "on-dask", "on-clouds"),
+        "what-was-tried",
+    ],
+    "Coming over": ["trainers", "from-torch", "from-deepspeed", "from-fairscale", "from-horovod"],
+    "Underneath": ["collectives", "backends", "mpi", "stores"],
+}
 
 
 # ---- API pages ----------------------------------------------------------------------------------------------
@@ -150,7 +170,7 @@ def _describe_parameter(parameter: Any) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lay out the navigation from the files that are there."""
+    """Lay out the navigation: the guides as above, the rest from the files that are there."""
     docs = Path(config.docs_dir)
 
     def pages(folder: str) -> list[str]:
@@ -158,11 +178,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     api = [{name: f"reference/api/{name}.md"} for name in sorted(public_packages())]
     sections: list[tuple[str, list[Any]]] = [
-        ("Guides", pages("guides")),
+        ("Guides", [{title: [f"guides/{name}.md" for name in names]} for title, names in GUIDES.items()]),
         ("Reference", [*pages("reference"), "reference/cli.md", {"API": api}]),
         ("Benchmarks", ["benchmarks.md"]),
-        ("Decisions", pages("decisions")),
-        ("Project", [name for name, path in ADOPTED.items() if path.exists()]),
+        ("Decisions", ["decisions/README.md", *(page for page in pages("decisions") if "README" not in page)]),
+        ("Project", ["releasing.md", *(name for name, path in ADOPTED.items() if path.exists())]),
     ]
     config.nav = ["index.md", *({title: found} for title, found in sections if found)]
     return config
