@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 PACKAGE = Path(__file__).parent
 _FLAGS = (
     "-std=c11",
+    "-D_GNU_SOURCE=",
+    "-Werror=implicit-function-declaration",
     "-O3",
     "-fwrapv",
     "-ffp-contract=off",
