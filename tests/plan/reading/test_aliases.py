@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from torsh_distributed.deprecation import notice
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
@@ -63,7 +64,7 @@ def test_an_old_name_is_accepted_with_a_notice(
     with caplog.at_level(logging.WARNING, logger="torsh_distributed.plan"):
         plan = Plan.from_dict({section: {key: value}})
     assert {difference.key: difference.mine for difference in plan.diff(Plan())} == expected
-    assert caplog.messages == [f"argument: {old} is an old name of {' and '.join(expected)}; please use the new one"]
+    assert caplog.messages == [f"argument: {notice('plan keys', old, ' and '.join(expected))}"]
     assert plan.explain()[next(iter(expected))].source == f"argument, as {old}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torsh_distributed.deprecation import notice
 from torsh_distributed.plan.key_paths import field_at, keys_of
 from torsh_distributed.plan.problems import Problem
 from torsh_distributed.plan.reading import aliases, files
@@ -77,7 +78,7 @@ def values_from_document(document: Mapping[Any, Any], model: type[Section], *, s
                 home, _, name = new.partition(".")
                 found.put(home, name, converted, f"{source}, as {full}" if meant else source)
             if meant:
-                _log.warning("%s: %s is an old name of %s; please use the new one", source, full, " and ".join(meant))
+                _log.warning("%s: %s", source, notice("plan keys", full, " and ".join(meant)))
     return found
 
 
