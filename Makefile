@@ -8,8 +8,11 @@ READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 # "dev,services" adds the servers and trackers that a few tests talk to; without them these are skipped.
 EXTRAS ?= dev
+# Exact versions, by the last of the extras.
+comma := ,
+CONSTRAINTS := constraints/$(lastword $(subst $(comma), ,$(EXTRAS))).txt
 
-.PHONY: train test unit matrix lint docs bench benchcheck clean help
+.PHONY: train test unit matrix lint docs bench benchcheck versions wheel constraints clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -19,9 +22,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What an install is made from. The compiled parts are part of it: a changed source means a new one.
 NATIVE := $(wildcard src/torsh_distributed/*/native/* src/torsh_distributed/comm/backends/shm/native/*)
-INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+INSTALLED := pyproject.toml constraints/runtime.txt $(CONSTRAINTS) hatch_build.py $(NATIVE)
 # Modules are compiled when they are first imported, not all of torch's at install: 20 s less.
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "torsh-distributed needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -29,12 +32,12 @@ $(BIN)/python:
 
 $(RUNTIME): $(INSTALLED) | $(BIN)/python
 	@echo "setting up $(VENV) to train (a minute the first time)"
-	@$(INSTALL) '.[plot]'
+	@$(INSTALL) -c constraints/runtime.txt -e '.[plot]'
 	@touch $(RUNTIME)
 
 $(READY): $(INSTALLED) | $(BIN)/python
 	@echo "setting up $(VENV) with the tools of development (a minute or two the first time)"
-	@$(INSTALL) '.[$(EXTRAS)]'
+	@$(INSTALL) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $(RUNTIME) $(READY)
 
 train: $(RUNTIME) ## set up and train a small GPT on two local workers
@@ -63,6 +66,15 @@ bench: $(READY) ## run every benchmark case; results go to benchmarks/results
 
 benchcheck: $(READY) ## try every benchmark case, or CASES, for some seconds; keeps nothing
 	$(BIN)/python -m benchmarks --quick $(CASES)
+
+versions: $(BIN)/python ## the quick tests with another Python and torch: PY=3.11 TORCH=2.11, or TURN=a commit's hash
+	$(BIN)/python tools/versions.py $(if $(TURN),--turn $(TURN),--python $(or $(PY),3.11) --torch $(or $(TORCH),2.11)) $(PYTEST_ARGS)
+
+wheel: $(BIN)/python ## build the sdist and wheels for aarch64 and x86_64 into dist/, and try them in empty environments
+	$(BIN)/python tools/wheels.py $(WHEEL_ARGS)
+
+constraints: $(READY) ## write the newest versions that fit into constraints/
+	$(BIN)/python tools/constraints.py $(CONSTRAINTS_ARGS)
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) site dist build runs .mypy_cache .ruff_cache .hypothesis .import_linter_cache
