@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from torsh_distributed.cli.entry_point import end_quietly_at_interrupt
-from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.cli.error_message import errors_in_words
 from torsh_distributed.cli.run.command import app
-from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 
 
 def main() -> None:
     """Read the command line, run the job, exit with its code."""
     end_quietly_at_interrupt()
-    try:
+    with errors_in_words():
         set_log_level(os.environ, default="WARNING")
         app(prog_name="torsh run")
-    except TorshError as error:
-        print_error(error)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_an_error_is_a_paragraph_without_a_traceback() -> None:
     assert done.returncode == 1
     assert "error InvalidArgument: no error has this code" in done.stderr
     assert "hint: did you mean BackendError?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", [".", "missing/folder/file", "a-file/below", "x" * 300], ids=range(4))
+def test_a_path_that_cannot_be_written_is_told_without_a_traceback(tmp_path: Path, path: str) -> None:
+    (tmp_path / "a-file").touch()
+    done = torsh("metrics", "--grafana", str(tmp_path / path))
+    assert done.returncode == 1
+    assert "error IoError: a file or folder cannot be used: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -27,6 +27,7 @@ def test_the_nodes_together_hold_every_rank_once(nnodes: int, nproc: int) -> Non
     ("wrong", "message"),
     [
         ({"nproc_per_node": 0}, "nproc_per_node must be at least 1"),
+        ({"nproc_per_node": 10**12}, "a node has at most 4096 workers"),
         ({"nnodes": 0}, "nnodes must be at least 1"),
         ({"max_restarts": -1}, "max_restarts must be at least 0"),
         ({"nnodes": 2, "node_rank": 2}, "node rank 2 is outside the 2 nodes"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
-from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.cli.error_message import errors_in_words
 from torsh_distributed.cli.lazy_group import lazy_group
-from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 
 COMMANDS = {
@@ -110,12 +108,9 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of `torsh`: one of our errors is a readable paragraph and exit status 1, never a traceback."""
-    try:
+    """Entry point of `torsh`: an error of ours, or about a path, is a readable paragraph and exit status 1."""
+    with errors_in_words():
         app()
-    except TorshError as error:
-        print_error(error)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,39 @@
-"""An error of ours as a person reads it: a paragraph on stderr, without a traceback."""
+"""An error as a person reads it: a paragraph on stderr, without a traceback."""
 
 from __future__ import annotations
 
-from torsh_distributed.errors import TorshError
+import contextlib
+import errno
+import sys
+from collections.abc import Iterator
+
+from torsh_distributed.errors import IoError, TorshError
 from torsh_distributed.terminal_text import neutral
+
+_OF_A_PATH = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EBUSY),
+}
+
+
+@contextlib.contextmanager
+def errors_in_words() -> Iterator[None]:
+    """Around a command: an error of ours, or about a path that the user named, is a paragraph and exit status 1."""
+    try:
+        yield
+    except TorshError as error:
+        print_error(error)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_A_PATH:
+            raise
+        told = IoError(
+            f"a file or folder cannot be used: {error.strerror}",
+            hint="check that it is there, of the right kind, and that you may read or write it",
+            path=str(error.filename if error.filename2 is None else error.filename2),
+        )
+        print_error(told)
+        sys.exit(1)
 
 
 def print_error(error: TorshError) -> None:

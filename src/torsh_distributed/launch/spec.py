@@ -17,6 +17,7 @@ from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 from torsh_distributed.observe.settings import ObserveSettings
 
 LOOPBACK = "127.0.0.1"
+MAX_WORKERS_PER_NODE = 4096
 
 
 class EntryKind(StrEnum):
@@ -210,6 +211,12 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
+        if self.nproc_per_node > MAX_WORKERS_PER_NODE:
+            raise InvalidArgument(
+                f"a node has at most {MAX_WORKERS_PER_NODE} workers",
+                hint="one per GPU or core is usual: --nproc-per-node auto",
+                nproc_per_node=self.nproc_per_node,
+            )
         _at_least("nnodes", self.nnodes, 1)
         _at_least("max_restarts", self.max_restarts, 0)
         if self.workers_by_node and len(self.workers_by_node) != self.nnodes:

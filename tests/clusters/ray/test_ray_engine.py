@@ -16,7 +16,7 @@ from tests.clusters.engine_marks import RAY
 from tests.clusters.ray.conftest import local_ray
 from torsh_distributed.clusters import JobState, Submission
 from torsh_distributed.clusters.ray import RayEngine
-from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch.spec import ElasticSpec, Entry
 
 pytestmark = RAY
@@ -67,6 +67,9 @@ def test_unknown_settings_and_absent_servers_are_said(tmp_path: Path) -> None:
         RayEngine({"placment": "PACK"})
     with pytest.raises(InvalidArgument, match="must be yes or no"):
         RayEngine({"own_interpreters": "maybe"}).render(submission(tmp_path, "ok"))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(IoError, match="the runtime environment cannot be read"):
+        RayEngine({"runtime_env": str(tmp_path / "deep.json")}).render(submission(tmp_path, "ok"))
     with pytest.raises(CommunicationError, match="no Ray job server answers"):
         RayEngine({"address": "http://127.0.0.1:1"}).status("x")
 

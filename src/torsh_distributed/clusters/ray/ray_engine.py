@@ -294,7 +294,7 @@ def _parse_resources(text: str) -> dict[str, float]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise IoError("the runtime environment cannot be read", path=str(path), reason=str(error)) from error
     if not isinstance(value, dict):
         raise InvalidArgument("a runtime environment is a JSON object", path=str(path))
