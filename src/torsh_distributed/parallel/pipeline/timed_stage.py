@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
 from typing_extensions import override
 
@@ -23,6 +24,9 @@ from torsh_distributed.parallel.torch_internals import _SpectralNorm
 # When backward is split in two, older torch detaches a stage's outputs in place. An output that is also an input, such
 # as a table of positions, then blocks the gradient in the next step. Drop with support for torch < 2.13.
 _DETACHES_INPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+# It also sends gradients as they are: a DTensor, as tensor parallelism leaves one, has no memory to send from.
+_SENDS_ANY_FORM = _DETACHES_INPUTS
 
 
 @dataclass
@@ -90,6 +94,11 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if _SENDS_ANY_FORM and bwd_chunk_id in self.bwd_cache:
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                one.full_tensor() if isinstance(one, DTensor) else one for one in gradients
+            )
         self._record("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id, started)
         return out
 
