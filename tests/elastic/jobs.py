@@ -77,9 +77,10 @@ def start_job(
     arguments = [str(folder), str(num_steps), backend]
     if checkpoints:
         arguments.append(str(folder / "checkpoints"))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [*command, *options, str(SCRIPT), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **faults_environment(*faults), **(env or {})},
+        env={**os.environ, "PYTHONPATH": path, **faults_environment(*faults), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -412,3 +412,28 @@ def test_a_plan_scales_a_job_down_that_waits_for_data(tmp_path: Path) -> None:
     check_as_undisturbed(outcome)
     assert "1 workers are wanted now: load 0." in outcome.output
     assert list(outcome.weights()) == [0]
+
+
+def test_ranks_with_other_data_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "samples-1").write_text("200")
+    outcome = run_job(tmp_path, "--max-restarts", "0", num_workers=2)
+    assert outcome.code != 0, outcome.output
+    assert "rank 0 has data {'samples': 240}, rank 1 has {'samples': 200}" in outcome.output
+    assert not outcome.losses()
+
+
+def test_one_that_joins_with_other_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "samples-2").write_text("200")
+    (tmp_path / "pause").write_text("0.1")
+    outcome = run_job(
+        tmp_path,
+        num_workers=2,
+        num_steps=NUM_LONG_STEPS,
+        is_slow=True,
+        faults=("kill rank 1 at step 5 in forward",),
+        meanwhile=lambda folder: wait_for_joined(folder, member=3),
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    said = "the settings of one that joins differ: rank 0 has data {'samples': 240}, rank 1 has {'samples': 200}"
+    assert said in outcome.output
+    assert not outcome.steps(2)

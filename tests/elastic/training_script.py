@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torsh_distributed as td
 from tests.chaos.faults import mark
@@ -57,6 +57,9 @@ def main() -> None:
     plan = plan_of(folder, num_steps, checkpoints)
     with td.distributed(plan, backend=backend):
         model, optimizer, loader = build(int((folder / "width").read_text()) if (folder / "width").exists() else 64)
+        other = folder / f"samples-{os.environ['RANK']}"
+        if other.exists():
+            loader = DataLoader(Subset(loader.dataset, range(int(other.read_text()))), batch_size=BATCH, shuffle=True)
         reached("step", 0)
         reached("start")
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
@@ -66,7 +69,7 @@ def main() -> None:
             td.elastic.scale_by(engine, lambda _: int((folder / "wanted").read_text()), every_s=0.05)
         member = os.environ["RANK"]
         pause_s = float((folder / "pause").read_text()) if (folder / "pause").exists() else 0.02
-        inputs = loader.dataset.tensors[0]  # type: ignore[attr-defined]  # build() makes it of tensors
+        inputs = build()[2].dataset.tensors[0]  # type: ignore[attr-defined]  # build() makes it of tensors
         engine.unwrapped.register_forward_pre_hook(
             lambda _, given: note_samples(folder / f"computed-{member}.jsonl", engine.num_steps, inputs, given[0])
         )

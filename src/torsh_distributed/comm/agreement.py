@@ -38,11 +38,24 @@ def require_same(
             first_rank, first = firsts.setdefault(theirs_part, (rank, theirs[key]))
             other = theirs[key]
             if first != other:
-                first, other = _only_differing(first, other)
-                raise ConfigurationError(
-                    f"{what} differ: rank {first_rank} has {key} {first}, rank {rank} has {other}", hint=hint, key=key
-                )
+                raise _difference(what, key, (first_rank, first), (rank, other), hint)
     return [theirs for _, theirs in told]
+
+
+def require_as_on(
+    rank: int, theirs: Mapping[str, Any], mine: Mapping[str, Any], *, own_rank: int, what: str, hint: str
+) -> None:
+    """Raise ConfigurationError on this rank unless its settings are those of `rank`; does not communicate."""
+    for key in mine:
+        if mine[key] != theirs[key]:
+            raise _difference(what, key, (rank, theirs[key]), (own_rank, mine[key]), hint)
+
+
+def _difference(what: str, key: str, one: tuple[int, Any], another: tuple[int, Any], hint: str) -> ConfigurationError:
+    first, other = _only_differing(one[1], another[1])
+    return ConfigurationError(
+        f"{what} differ: rank {one[0]} has {key} {first}, rank {another[0]} has {other}", hint=hint, key=key
+    )
 
 
 def _only_differing(first: Any, other: Any) -> tuple[Any, Any]:

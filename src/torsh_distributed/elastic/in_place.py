@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed import events
+from torsh_distributed.comm.agreement import require_as_on, require_same
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
@@ -44,6 +46,7 @@ from torsh_distributed.launch.worker.raised_error import is_transport_text
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
+from torsh_distributed.train.continuing.elastic_steps import SAME_SETTINGS_HINT
 from torsh_distributed.train.continuing.kept_step import KeptStep, finish_step, keep_step
 
 if TYPE_CHECKING:
@@ -99,6 +102,10 @@ class InPlaceRecovery:
         self._told_epoch = client.current.epoch
         self._kept: KeptStep | None = None
         self._sources: dict[int, int] | None = None
+        self._has_agreed = client.joins
+        """Whether the first world has compared its settings; one that joins compares its own when it enters."""
+        self._source_settings: tuple[int, dict[str, Any]] = (0, {})
+        """In one that joins: the rank whose state it took, and what that was started with."""
         self._numbers = client.current.members
         """Members in the order of their numbers in the ledger's last batch."""
         self._how = ""
@@ -119,6 +126,15 @@ class InPlaceRecovery:
         if self._client.joins:
             self._client.tell("join")
             self._enter_newest()
+            source, theirs = self._source_settings
+            require_as_on(
+                source,
+                theirs,
+                self._engine.settings,
+                own_rank=process_group.rank(),
+                what="the settings of one that joins",
+                hint=SAME_SETTINGS_HINT,
+            )
 
     def step(self, batch: Any) -> float:
         """One update, done exactly once."""
@@ -133,6 +149,7 @@ class InPlaceRecovery:
             try:
                 if self._client.is_interrupted and not keeps:
                     raise WorldChanged
+                self._agree()
                 self._loss = attempt()
                 break
             except Exception as error:
@@ -161,6 +178,12 @@ class InPlaceRecovery:
         self.busy_s += time.monotonic() - started_s
         self._after_step()
         return self._loss
+
+    def _agree(self) -> None:
+        """Before the first step of the first world: refuse ranks that differ. A world that is entered has done so."""
+        if not self._has_agreed and process_group.world_size() > 1:
+            require_same(self._engine.settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
+        self._has_agreed = True
 
     def _finish(self, kept: KeptStep, members: list[int], sources: dict[int, int]) -> float:
         """Finish the interrupted step from what the survivors have; the next one is divided among them."""
@@ -326,10 +349,11 @@ class InPlaceRecovery:
         engine, is_new = self._engine, self._client.joins
         mine = self._num_updates if has_state else -1
         kept = None if self._kept is None else sorted(self._kept.averaged)
-        told = all_gather_object([mine, kept, is_new])
-        everyone = [RankProgress(num_updates=updates, averaged=averaged, is_new=new) for updates, averaged, new in told]
+        told = all_gather_object([mine, kept, is_new, engine.settings])
+        everyone = [RankProgress(num_updates=one[0], averaged=one[1], is_new=one[2]) for one in told]
         self._sources = sources_of(everyone)
         source = source_of(everyone)
+        self._has_agreed, self._source_settings = True, (source, told[source][3])
         farthest = everyone[source].num_updates
         is_even = all(one.num_updates == farthest for one in everyone)
         if is_even and not any(one.is_new for one in everyone):

@@ -31,7 +31,7 @@ from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_clos
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer
-from torsh_distributed.train.continuing.elastic_steps import elastic_steps_for, with_elastic
+from torsh_distributed.train.continuing.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
 from torsh_distributed.train.continuing.running_changes import running_changes
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
@@ -73,7 +73,8 @@ def parallelize(
     chosen = with_elastic(plan or Plan())
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
-    _agree_on_settings(chosen, optimizer, has_weights=weights is not None)
+    settings = _settings(chosen, optimizer, has_weights=weights is not None)
+    require_same(settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
     chosen.validate(process_group.world_size())
     if process_group.rank() == 0:
         for notice in chosen.notices():
@@ -110,24 +111,21 @@ def parallelize(
         statistics.is_borrowed = lambda: engine.loss.is_borrowed
     _agree_on_optimizer(engine)
     engine.comparison = comparison
+    engine.settings = {**settings, "data": None}
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
     return engine
 
 
-def _agree_on_settings(plan: Plan, optimizer: Optimizer | OptimizerFn, *, has_weights: bool) -> None:
-    """Refuse ranks that were started with other settings, before any of them acts on its own; every rank calls this."""
+def _settings(plan: Plan, optimizer: Optimizer | OptimizerFn, *, has_weights: bool) -> dict[str, Any]:
+    """What every rank must be started with alike, compared before any of them acts on its own."""
     software = own_software()
-    require_same(
-        {
-            "software": {name: comparable(name, value) for name, value in asdict(software).items()},
-            "plan": _flat(plan.model_dump(mode="json")),
-            "optimizer": describe_optimizer(optimizer),
-            "weights": has_weights,
-        },
-        group=resolve_group(None),
-        hint="start every rank from the same script and environment, with the same plan and arguments",
-    )
+    return {
+        "software": {name: comparable(name, value) for name, value in asdict(software).items()},
+        "plan": _flat(plan.model_dump(mode="json")),
+        "optimizer": describe_optimizer(optimizer),
+        "weights": has_weights,
+    }
 
 
 def _agree_on_optimizer(engine: Engine) -> None:

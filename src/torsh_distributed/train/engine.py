@@ -39,7 +39,7 @@ from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.continuing.running_changes import RunningChanges
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
-from torsh_distributed.train.ledger.data_position import describe_data, require_same_data
+from torsh_distributed.train.ledger.data_position import describe_data, describe_loader, require_same_data
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
@@ -124,6 +124,8 @@ class Engine:
         """Under a launcher of ours: what takes changes of the plan between two updates."""
         self.comparison: FirstBatchComparison | None = None
         """Until the first batch, for a model that is split: what compares it with one process."""
+        self.settings: dict[str, Any] = {}
+        """What this rank was started with, plain values: all ranks have the same, and those that join later."""
         self._pieces: DividedBatches | None = None
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
@@ -167,12 +169,13 @@ class Engine:
         done with its update, or when the next one is asked for. After a load the epoch resumes where it stopped.
         `epochs` ends the iteration earlier.
         """
+        self._agree_on(loader)
         if self.elastic is not None:
+            self.settings["data"] = describe_loader(loader, seed=self.plan.training.seed)
             self.elastic.join()
         ledger, training = self.ledger, self.plan.training
         last = None if epochs is None else ledger.epoch + epochs
         is_epoch_known = False
-        self._agree_on(loader)
         if self.plan.checkpoint.enabled and self.elastic is None:  # one that joins later would wait for the others
             self.checkpoints.hold()
         while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
@@ -608,9 +611,9 @@ class Engine:
         return max(count_pieces(share, count, multiple=multiple) for share in shares)
 
     def _agree_on(self, loader: Iterable[Batch]) -> None:
-        """Refuse data that differ between ranks. Not in an elastic job: one that joins later would compare alone."""
+        """Refuse data that differ between ranks; in an elastic job, where one may join later, its steps do that."""
         if self.elastic is None:
-            require_same_data(loader, describe_data(loader, seed=self.plan.training.seed))
+            require_same_data(describe_loader(loader, seed=self.plan.training.seed))
 
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together, outside of steps."""

@@ -19,6 +19,9 @@ from torsh_distributed.plan import Plan
 
 T = TypeVar("T")
 
+SAME_SETTINGS_HINT = "start every rank from the same script and environment, with the same plan and arguments"
+"""What to do if ranks were started with other values."""
+
 _MEMBER_VARIABLE = "TORSH_MEMBER"
 
 

@@ -77,20 +77,26 @@ def describe_data(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
     return facts
 
 
-def require_same_data(loader: Iterable[Any], facts: Mapping[str, Any]) -> None:
-    """Refuse data that differ between ranks: their shares would not be of the same batches. Every rank calls this."""
-    if not process_group.is_initialized() or process_group.world_size() == 1:
-        return
+SAME_DATA_HINT = "engine.batches cuts global batches: give every rank the same loader over the same data"
+
+
+def describe_loader(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
+    """The data and how a loader cuts them, to compare between ranks."""
     form: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, DataLoader):
         form |= {"batch size": loader.batch_size, "drop_last": loader.drop_last}
     elif isinstance(loader, Sequence):
         form["batches"] = len(loader)
-    require_same(
-        {"data": {**facts, **form}},
-        group=resolve_group(None),
-        hint="engine.batches cuts global batches: give every rank the same loader over the same data",
-    )
+    return {**describe_data(loader, seed=seed), **form}
+
+
+def require_same_data(facts: Mapping[str, Any]) -> None:
+    """Refuse loaders that differ between ranks: their shares would not be of the same batches. Every rank calls this.
+
+    `facts`: of `describe_loader`.
+    """
+    if process_group.is_initialized() and process_group.world_size() > 1:
+        require_same({"data": dict(facts)}, group=resolve_group(None), hint=SAME_DATA_HINT)
 
 
 def _length(data: Any) -> int | None:
