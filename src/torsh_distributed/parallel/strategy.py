@@ -92,6 +92,14 @@ class Strategy(ABC):
         """The number of parts a batch is divided into."""
 
     @property
+    def random_part(self) -> int | None:
+        """Ranks with another number drop other activations; those with the same one have the same activations.
+
+        None: there is one part, which draws from the process's own generator.
+        """
+        return self.data_rank if self.data_degree > 1 else None
+
+    @property
     def forward_is_collective(self) -> bool:
         """Whether ranks communicate in forward: then all must call it equally often, also in evaluation."""
         return False

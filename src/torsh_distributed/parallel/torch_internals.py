@@ -18,6 +18,7 @@ MEMBERS = {
     "torch.distributed.Reducer._get_local_used_map": "parameters that no rank used",
     "torch.distributed.pipelining.PipelineStage._forward_metadata_inference|_shape_inference": "the second in 2.11",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard itself, without a node in the graph",
+    "torch.distributed.tensor._random._rng_tracker": "set: on a CPU torch draws the same for all pieces",
     "torch.nn.Module._apply": "moves a module; extended where parameters are shared",
     "torch.nn.Module._buffers": "a module's own buffers, replaced in place",
     "torch.nn.Module._forward_pre_hooks": "whether a module has hooks of its own",

@@ -22,6 +22,9 @@ from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
+# What draws numbers for pieces of DTensors.
+from torch.distributed.tensor import _random as _random
+
 # Where a shard lies in its tensor, uneven ones too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as compute_local_shape_and_global_offset  # isort: skip # fmt: skip # noqa: E501
 

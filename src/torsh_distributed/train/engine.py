@@ -22,6 +22,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.random_streams import stream_of
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import (
@@ -271,6 +272,7 @@ class Engine:
             self.strategy.accumulating(is_last=update.is_last),
             attending_with(self.plan.training.attention),
             self.precision.computing(),
+            stream_of(self.strategy.random_part, self.device),
         ):
             return self.loss.compute(
                 self.strategy, self.model, self.loss.guarded(batch, is_counted=update.weights.is_counted)
@@ -505,7 +507,8 @@ class Engine:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.ledger.load_state_dict(state)
-        restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
+        seed = self.plan.training.seed + self.num_steps + (self.strategy.random_part or 0)
+        restore_random_states(state["random"], seed=seed)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
 

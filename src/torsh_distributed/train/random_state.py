@@ -16,9 +16,8 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 
 def restore_random_states(states: Sequence[dict[str, Any]], *, seed: int) -> None:
-    """Restore this rank's generators; in a world of another size, reseed them, differently on each rank."""
-    rank = process_group.rank()
+    """Restore this rank's generators; in a world of another size, seed them with `seed`."""
     if len(states) != process_group.world_size():
-        reseed(seed + rank)
+        reseed(seed)
         return
-    restore_random_state(states[rank])
+    restore_random_state(states[process_group.rank()])

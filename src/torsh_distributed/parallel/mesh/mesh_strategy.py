@@ -15,6 +15,8 @@ class MeshStrategy(Strategy):
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        axes = [axis for axis in mesh.layout.used_axes if axis != "tp"]
+        self._random_part = mesh.layout.group_ranks(mesh.rank, *axes).index(mesh.rank) if axes else None
 
     @property
     @override
@@ -30,6 +32,11 @@ class MeshStrategy(Strategy):
     @override
     def samples_group(self) -> dist.ProcessGroup:
         return self._mesh.group(*GRADIENT_AXES)
+
+    @property
+    @override
+    def random_part(self) -> int | None:
+        return self._random_part
 
     @property
     @override

@@ -12,6 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.random_streams import draw_by_piece, draws_numbers, end_local_stream, share_random_state
 from torsh_distributed.parallel.tensor import adapted
 from torsh_distributed.parallel.tensor.embedding import NarrowEmbedding, ParallelEmbedding
 from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
@@ -24,7 +25,6 @@ from torsh_distributed.parallel.tensor.layers import (
 from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
-from torsh_distributed.parallel.tensor.random_streams import draws_numbers, end_local_stream, share_random_state
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.parallel.tensor.split_params import replicate_param, split_param
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
@@ -60,11 +60,13 @@ def tensor_parallel(
             tp=chosen.tp,
         )
     register_cpu_attention()
+    if mesh.device_type == "cpu":
+        draw_by_piece()
     here = dict(model.named_modules(remove_duplicate=False))
     group = mesh.get_group()
     draws = draws_numbers(model)
-    if draws:
-        share_random_state(group, next((param.device for param in model.parameters()), torch.device("cpu")))
+    # Always: what a forward draws by a function shows only when it runs.
+    share_random_state(group, next((param.device for param in model.parameters()), torch.device("cpu")))
     done: set[int] = set()
     for row in chosen.modules:
         owner, _, name = row.name.rpartition(".")

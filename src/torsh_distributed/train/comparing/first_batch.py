@@ -27,6 +27,7 @@ from torsh_distributed.parallel.composed.split_check import naming
 from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.models.probing import probing
+from torsh_distributed.parallel.random_streams import draw_own_numbers
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.torch_internals import _BatchNorm, tree_flatten, tree_leaves, tree_unflatten
@@ -161,6 +162,8 @@ class FirstBatchComparison:
                 answer: _Answer = _Answer(**broadcast_object(vars(self._ask(setup, rows)), 0))
                 if answer.why_not is not None:
                     return answer.why_not
+                if strategy.model.training and not answer.in_training:
+                    draw_own_numbers(strategy.unwrapped)
                 leaves, spec = tree_flatten(rows)
                 given = iter(answer.tensors or ())
                 leaves = [next(given).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

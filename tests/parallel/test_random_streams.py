@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torsh_distributed.parallel.tensor.random_streams import begin_local_stream, draws_numbers, end_local_stream
+from torsh_distributed.parallel.random_streams import begin_local_stream, draws_numbers, end_local_stream
 
 CPU = torch.device("cpu")
 
