@@ -355,7 +355,7 @@ def _translated(error: Exception, context: dict[str, Any]) -> TorshError | None:
     import torch
     import torch.distributed as dist
 
-    message = _first_line(error)
+    message = first_line(error)
     if isinstance(error, dist.DistStoreError | TimeoutError):
         return OperationTimeout(message, **context)
     if isinstance(error, dist.DistNetworkError):
@@ -371,5 +371,6 @@ def _translated(error: Exception, context: dict[str, Any]) -> TorshError | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What an exception says, on one line; its type if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from torsh_distributed import known_variables
+from torsh_distributed.comm.trust.socket_peers import peer_uid
 from torsh_distributed.launch.worker import node_spare
 
 _WARM_S = 120.0
@@ -140,8 +140,7 @@ class RankForker:
                 if not self._start():
                     pause.wait(_LOOK_S)  # another host has the name, and will listen in a moment
                 continue
-            _, uid, _ = struct.unpack("3i", host.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid == os.geteuid():
+            if peer_uid(host) == os.geteuid():
                 return host
             host.close()
             return None

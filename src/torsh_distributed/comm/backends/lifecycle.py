@@ -23,7 +23,7 @@ from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, 
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
 from torsh_distributed.comm.recording.profiler_marks import Facts, begin_mark, is_profiled, mark, marked
-from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
+from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.events import step_notes
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -304,7 +304,7 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _note_failure(self, error: BaseException) -> None:
         """End the group here and on the other ranks: a collective that failed half-way leaves them out of step."""
-        reason = _first_line(error)
+        reason = first_line(error)
         refusal = CommunicationError(
             f"the group does not work any more: {reason}",
             hint="destroy it and make a new one of the ranks that live",
@@ -370,7 +370,3 @@ def _nanoseconds(timeout: timedelta) -> int:
             timeout_s=timeout.total_seconds(),
         )
     return int(timeout.total_seconds() * 1_000_000_000)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

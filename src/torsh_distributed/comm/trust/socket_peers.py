@@ -9,12 +9,15 @@ import struct
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
+def peer_process(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket: who connected, or who listens."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
 def peer_uid(sock: socket.socket) -> int | None:
     """The user at the other end of a Unix socket, when it connected; None for other sockets."""
-    if sock.family != socket.AF_UNIX:
-        return None
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
+    return peer_process(sock)[1] if sock.family == socket.AF_UNIX else None
 
 
 def peer_name(sock: socket.socket) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import twin_group
 from torsh_distributed.comm.serial_thread import SerialThread
-from torsh_distributed.errors import CommunicationError, TorshError
+from torsh_distributed.errors import CommunicationError, TorshError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class BackgroundExecutor:
         first = self._first_failure(raised)
         if first is None:
             error = raised if isinstance(raised, TorshError) else _wrapped(raised)
-            reason = f"rank {dist.get_rank()}: {type(raised).__name__}: {_first_line(raised)}"
+            reason = f"rank {dist.get_rank()}: {type(raised).__name__}: {first_line(raised)}"
         else:
             reason = first
             error = CommunicationError(
@@ -108,7 +108,7 @@ class BackgroundExecutor:
 
     def _first_failure(self, raised: BaseException) -> str | None:
         """What the rank that failed first wrote to the store; None on that rank itself."""
-        mine = f"rank {dist.get_rank()}: {type(raised).__name__}: {_first_line(raised)}"
+        mine = f"rank {dist.get_rank()}: {type(raised).__name__}: {first_line(raised)}"
         try:
             store = self._group.get_group_store()
             if isinstance(raised, CommunicationError):
@@ -123,12 +123,8 @@ class BackgroundExecutor:
 
 def _wrapped(raised: BaseException) -> TorshError:
     error = TorshError(
-        f"gradients could not be averaged: {type(raised).__name__}: {_first_line(raised)}",
+        f"gradients could not be averaged: {type(raised).__name__}: {first_line(raised)}",
         hint="the cause is in the traceback; the other ranks raise too",
     )
     error.__cause__ = raised
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

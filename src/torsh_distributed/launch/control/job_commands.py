@@ -13,13 +13,13 @@ import os
 import re
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from torsh_distributed.comm.trust.socket_peers import peer_process
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, ProcessGroupNotFound
 from torsh_distributed.launch.local.loop import Loop
 
@@ -27,7 +27,6 @@ _NAME = "torsh-job-{uid}-{pid}"
 _MAX_QUESTION_BYTES = 4096
 _MAX_ASKERS = 8
 _LIMIT_S = 5.0
-_CREDENTIALS = struct.Struct("3i")
 
 Reply = Callable[[dict[str, Any]], None]
 JobCommand = Callable[[dict[str, Any], Reply], None]
@@ -125,14 +124,7 @@ class JobCommands:
 
 def _is_allowed(asker: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, or to root."""
-    return _peer(asker)[1] in (os.getuid(), 0)
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end: who connected, or who listens."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(raw)
-    return pid, user
+    return peer_process(asker)[1] in (os.getuid(), 0)
 
 
 # The side of the user
@@ -163,7 +155,7 @@ def _connected(name: str, uid: int) -> socket.socket | None:
     sock.setblocking(False)  # a stranger's socket whose queue is full would be waited for
     try:
         sock.connect("\0" + name.removeprefix("@"))
-        if _peer(sock)[1] == uid:
+        if peer_process(sock)[1] == uid:
             return sock
     except OSError:
         pass  # gone, or busy
@@ -176,7 +168,7 @@ def _is_bound_here(name: str) -> bool:
     if sock is None:
         return False
     with sock:
-        return _peer(sock)[0] == os.getpid()
+        return peer_process(sock)[0] == os.getpid()
 
 
 def find_job(name: str) -> RunningJob:

@@ -10,13 +10,13 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 from typing import Self
 
+from torsh_distributed.comm.trust.socket_peers import peer_uid
+
 _READ_BYTES = 65536
 _CLOSE_TIMEOUT_S = 5.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class PmiWorld:
@@ -142,8 +142,7 @@ class PmiServer:
 
     def _accept(self) -> None:
         link, _ = self._listener.accept()
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+        if peer_uid(link) != os.getuid():
             link.close()
             return
         self._selector.register(link, selectors.EVENT_READ, _Client(link))

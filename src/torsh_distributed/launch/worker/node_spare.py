@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -44,8 +43,9 @@ def main() -> None:
 
 def _take_order(host: socket.socket) -> tuple[dict[str, object], list[int]] | None:
     """The order of a host, with its descriptors; None from a host that is gone, or that is another user's."""
-    _, uid, _ = struct.unpack("3i", host.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid != os.geteuid():
+    from torsh_distributed.comm.trust.socket_peers import peer_uid
+
+    if peer_uid(host) != os.geteuid():
         return None
     host.settimeout(_ORDER_TIMEOUT_S)
     try:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.tensor.apply import tensor_parallel_context
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan
@@ -69,7 +69,7 @@ def _first_result(out: Any) -> Tensor | None:
     """The logits of a model, or whatever tensor of numbers it returns first; whole."""
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            return whole_of(leaf)
     return None
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.composed.split_state import ModelSplit
 from torsh_distributed.parallel.expert.stacked_experts import spread_params
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over
@@ -173,7 +174,7 @@ class Composed(SplitModel):
         with self._entered():
             value = compute(model, part, loss_fn)
             # Computed from split logits it is a DTensor, equal on all ranks.
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = whole_of(value)
         weight = None if self._context is None else self._context.weight
         return whole if weight is None else whole * weight
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.expert.placed_experts import placed_experts
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import SeparateShards
@@ -97,4 +98,4 @@ class _PlainGradient(Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0]
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+        return whole_of(grad)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.parallel.local_tensors import is_dtensor, local_of
 from torsh_distributed.parallel.torch_internals import _foreach_mul_, _foreach_norm
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def grad_norm(held: Iterable[HeldGradients], device: torch.device) -> Tensor:
 @torch.no_grad()
 def clip_to_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
     """Scale gradients of this norm, in place, so it is at most `max_norm`; None leaves them alone."""
-    local = [_local(grad) for grad in grads]
+    local = [local_of(grad) for grad in grads]
     if max_norm is None or not local:
         return
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -59,31 +60,22 @@ def held_by_placement(grads: Iterable[Tensor]) -> list[HeldGradients]:
     """Sharded gradients with the groups that hold their other shards; plain ones are whole on every rank."""
     by_place: dict[object, list[Tensor]] = {}
     for grad in grads:
-        by_place.setdefault((grad.device_mesh, grad.placements) if _is_dtensor(grad) else None, []).append(grad)
+        by_place.setdefault((grad.device_mesh, grad.placements) if is_dtensor(grad) else None, []).append(grad)
     return [HeldGradients(found, _shard_groups(found[0])) for found in by_place.values()]
 
 
 def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    if not _is_dtensor(grad):
+    if not is_dtensor(grad):
         return ()
     placements = enumerate(grad.placements)
     return tuple(grad.device_mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
 
 
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    local = [_local(grad) for grad in grads]
+    local = [local_of(grad) for grad in grads]
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
     if not values:
         return torch.zeros((), device=device)
     is_wide = any(value.dtype.itemsize > 4 for value in values)
     norms = _foreach_norm(values, 2, dtype=None if is_wide else torch.float32)
     return torch.stack(list(norms)).square().sum().to(device, torch.float32)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if _is_dtensor(grad) else grad
-
-
-def _is_dtensor(grad: Tensor) -> TypeGuard[DTensor]:
-    """Not by type: importing DTensor takes a second that many jobs need not spend."""
-    return hasattr(grad, "to_local")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.budget import GB, make_storage, place_state, workspace_bytes
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats
 from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
@@ -20,7 +21,7 @@ from torsh_distributed.parallel.offload.storage.pieces import StatePiece, cut, m
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
-from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place, local_of
+from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place
 from torsh_distributed.plan.sections.offload import OffloadConfig
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed import events
@@ -17,6 +16,7 @@ from torsh_distributed.comm.agreement import end_together, fail_together
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes, without_cache
 from torsh_distributed.parallel.models.label_share import own_loss, require_labels, shifts_labels
 from torsh_distributed.parallel.models.probing import probing
@@ -213,7 +213,7 @@ class PipelineParallel:
             own_loss(output, type(self.plan.model).__name__) if self.loss_fn is None else self.loss_fn(output, target)
         )
         # Split logits give a DTensor, equal on all ranks.
-        whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        whole: Tensor = whole_of(loss)
         # In fp16 the scaled loss would overflow.
         return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
 

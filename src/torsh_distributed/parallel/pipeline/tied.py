@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.manager import group_over
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.pipeline.stages import StagePlan
 
 
@@ -68,7 +68,7 @@ class TiedGradients:
 
 def _held(tensor: Tensor) -> Tensor:
     """This rank's part of it: copies are sharded equally, so the holders of one shard communicate."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor)
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:

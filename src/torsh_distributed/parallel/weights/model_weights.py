@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.held_parts import HeldParts
 
@@ -59,12 +60,6 @@ class ModelWeights(ABC):
         A rank may have nothing to fill (`names` empty). Tensors in `memory` may be written through its file. If any
         rank fails, every rank raises.
         """
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
 
 
 def copy_part(parts: HeldParts, name: str, whole: Tensor, held: Tensor) -> None:

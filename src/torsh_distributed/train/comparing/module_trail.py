@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torsh_distributed.parallel.context.order import take_positions
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.torch_internals import tree_leaves
 
@@ -44,7 +44,7 @@ def trail_of(model: nn.Module, *, cp: int = 1) -> Iterator[list[Passage]]:
         number = counts.get((name, is_output), 0)
         counts[name, is_output] = number + 1
         if tensor is not None:
-            whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            whole = whole_of(tensor).detach()
             found.extend(_passage(name, is_output, number, one) for one in (whole, *_parts(whole, cp)))
 
     handles = []

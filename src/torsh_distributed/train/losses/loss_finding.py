@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.label_share import IGNORED, LabelRule, shifted, shifts_labels
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, count_samples, pick_rows
@@ -153,7 +153,7 @@ def _distinct(terms: Sequence[LossTerm]) -> list[LossTerm]:
 
 
 def _plain(value: Tensor) -> Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_of(value)
     return whole.detach().float()
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.label_share import LabelRule
 
 _CLASSES = {functional.cross_entropy, functional.nll_loss}
@@ -95,7 +96,7 @@ class LossTerms(TorchFunctionMode):
             return result
         weights = rest[0] if rest else named.get("weight")
         rule = LabelRule(named.get("ignore_index", -100), None if weights is None else weights.detach())
-        labels = target.full_tensor() if isinstance(target, DTensor) else target
+        labels = whole_of(target)
         count = rule.count(labels)
         if reduction == "mean" and labels.dim() and not isinstance(target, DTensor):
             safe = rule.with_a_label(target)

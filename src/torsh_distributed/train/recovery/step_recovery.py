@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torsh_distributed.errors import MemoryAllocationFailed, NonFiniteLoss
+from torsh_distributed.errors import MemoryAllocationFailed, NonFiniteLoss, first_line
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.plan.sections.recovery import RecoveryConfig
@@ -120,7 +120,7 @@ class StepRecovery:
             self._incidents.failed(_MEMORY, step=step, detail=detail)
             raise MemoryAllocationFailed(detail, microbatch=math.ceil(num_samples / count)) from error
         smaller = min(2 * count, num_samples)
-        detail = f"{_first_line(error)}; microbatch {math.ceil(num_samples / count)} of {num_samples} samples"
+        detail = f"{first_line(error)}; microbatch {math.ceil(num_samples / count)} of {num_samples} samples"
         action = "halve the microbatch, keep the batch"
         self._incidents.open(_MEMORY, action, step=step, detail=detail)
         self._num_pieces = smaller
@@ -202,7 +202,3 @@ class StepRecovery:
             raise error
         if not with_data:
             engine.ledger.load_state_dict(data)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -20,6 +20,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.fairscale.nn import local_state_files
 from torsh_distributed.migrate.fairscale.nn.fsdp_arguments import FairscaleFsdpArguments
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.state.whole_state import part_of, whole
@@ -189,7 +190,7 @@ class FairscaleFsdp(nn.Module):
         """This rank's shards by plain name."""
         with self._as_shards():
             state = super().state_dict(*args, **kwargs)
-        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+        return {name: local_of(value) for name, value in state.items()}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load this rank's shards, from `local_state_dict` at the same number of ranks."""

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.paging.units import ParamRange
 from torsh_distributed.parallel.offload.storage.mover import Mover, finish_future
 from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, overlaps, read, write
 from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
 from torsh_distributed.parallel.offload.update.adam import AdamSettings, adam_update, is_decoupled
-from torsh_distributed.parallel.offload.update.targets import UpdateTarget, local_of
+from torsh_distributed.parallel.offload.update.targets import UpdateTarget
 from torsh_distributed.parallel.state.held_state import StoredTensor
 
 _CHUNK = 1 << 20

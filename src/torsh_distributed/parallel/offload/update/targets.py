@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.paging.units import ParamRange, Unit
 from torsh_distributed.parallel.offload.storage.pieces import StatePiece
@@ -116,11 +116,6 @@ class ParamTarget(UpdateTarget):
         target = flat_of(self._param)[piece.start : piece.stop]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values, non_blocking=True)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def flat_of(param: nn.Parameter) -> Tensor:
