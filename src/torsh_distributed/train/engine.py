@@ -298,7 +298,9 @@ class Engine:
             self.strategy.accumulating(is_last=update.is_last),
             attending_with(self.plan.training.attention),  # layers that are recomputed must take the same kernel
         ):
-            self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            scaled = self.precision.scaled(weighted)
+            self.strategy.before_backward(scaled)
+            scaled.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def apply(self) -> float:
         """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.

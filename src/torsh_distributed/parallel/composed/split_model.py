@@ -216,6 +216,11 @@ class Composed(SplitModel):
             yield
 
     @override
+    def before_backward(self, loss: Tensor) -> None:
+        if self._inner is not None:
+            self._inner.before_backward(loss)
+
+    @override
     def take_comm_s(self) -> float | None:
         return None if self._inner is None else self._inner.take_comm_s()
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
+from torsh_distributed.parallel.data.unused_params import has_unused_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
@@ -58,8 +60,11 @@ class DataParallel(Strategy):
         """`divides_update`: ranks of a node may each do a part of the update, in all replicas."""
         self._divides_update = divides_update
         self._keeps_failed = False
+        self._has_unused: bool | None = None
+        """Whether parameters get no gradient; None before the first backward."""
         self._distributed = distributed
         self._options = options
+        self._asked_for_search = config.find_unused_parameters
         self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
         self._group = self._ddp.process_group
         self._device = self._ddp.device
@@ -100,13 +105,16 @@ class DataParallel(Strategy):
         This object is of no use afterwards.
         """
         self._ddp.retire()
+        # Those that join have not seen a backward.
+        has_unused = any(all_gather_object(self._has_unused is True))
         other = DataParallel(
             self._ddp.module,
-            self._ddp.bucket_config,
+            self._ddp.bucket_config.replace(find_unused_parameters=self._asked_for_search),
             self._distributed,
             divides_update=self._divides_update,
             **self._options,
         )
+        other._has_unused = has_unused or None
         other._ddp.adopt_hooks(self._ddp)
         if self._keeps_failed:
             other.keep_failed_gradients()
@@ -117,6 +125,16 @@ class DataParallel(Strategy):
         """From now on, let `keep_gradients` find what a rank had when the average failed."""
         self._keeps_failed = True
         self._ddp.keep_failed_gradients()
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        """Find out in the first backward whether parameters get no gradient, as one process would not mind."""
+        if self._has_unused is None:
+            settings = self._ddp.bucket_config
+            is_known = settings.find_unused_parameters or settings.static_graph or self.data_degree == 1
+            self._has_unused = not is_known and has_unused_params(loss, self._ddp.trained, self._group)
+        if self._has_unused:
+            self._ddp.search_unused(loss)
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

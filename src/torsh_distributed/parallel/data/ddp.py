@@ -112,6 +112,7 @@ class DistributedDataParallel(TorchDDP):
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
         self._settings = config
+        self._searches_loss = False
         self.num_buffer_syncs = 0
         """How often forward has begun to broadcast the buffers: once a step, if there are any."""
         self._reduce_dtype = reduce_dtype
@@ -144,9 +145,11 @@ class DistributedDataParallel(TorchDDP):
 
     def _need_buckets(self) -> None:
         """Build the buckets that a world of one does without, for features that need them; between steps."""
-        if self._has_buckets:
-            return
-        self._has_buckets = True
+        if not self._has_buckets:
+            self._has_buckets = True
+            self._build_buckets()
+
+    def _build_buckets(self) -> None:
         params, expect_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]  # untyped in torch
         names = self._build_debug_param_to_name_mapping(params)  # type: ignore[no-untyped-call]  # untyped in torch
         self._ddp_init_helper(params, expect_sparse, names, self._settings.static_graph)
@@ -250,6 +253,22 @@ class DistributedDataParallel(TorchDDP):
     def bucket_outcomes(self) -> BucketOutcomes | None:
         """After a backward that raised: which buckets are averaged; None unless all others are this rank's own."""
         return self._gradient_sync.bucket_outcomes() if self._has_buckets else None
+
+    def search_unused(self, loss: Tensor) -> None:
+        """Just before each backward from `loss`, where parameters may get no gradient; every rank calls this.
+
+        torch searches from the outputs of forward, under `find_unused_parameters`: what the loss itself uses would
+        seem unused. The first call builds the buckets anew.
+        """
+        if not self._settings.find_unused_parameters:
+            self._settings = self._settings.replace(find_unused_parameters=True)
+            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # untyped in torch
+            self.find_unused_parameters = True
+            self._build_buckets()
+            self.find_unused_parameters = False  # for torch's forward
+            self._searches_loss = True
+        if self._searches_loss and self.require_backward_grad_sync:
+            self.reducer.prepare_for_backward([loss])
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:

@@ -259,6 +259,7 @@ class FirstBatchComparison:
             weighted = value * weights.after(0, loss.take_count())
             mean = strategy.mean_loss(weighted.detach())
             with strategy.accumulating(is_last=True):
+                strategy.before_backward(weighted)
                 weighted.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         except TorshError:
             raise
