@@ -48,6 +48,26 @@ def test_a_path_that_cannot_be_written_is_told_without_a_traceback(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+ODD = {
+    "a port that is no number": (["top", "http://127.0.0.1:x/", "--once"], 1, "the page does not answer"),
+    "a port beyond all": (["top", f"http://127.0.0.1:{10**20}/", "--once"], 1, "the page does not answer"),
+    "a file that cannot be read": (["migrate", "config", "/proc/self/mem"], 1, "a file or folder cannot be used"),
+    "a loop of links": (["submit", "--to", "ssh", "--set", "hosts=a", "--working-dir", "LOOP", "x.py"], 1, "error"),
+    "fewer than no faults": (["chaos", "--random", "-1", "x.py"], 2, "--random"),
+    "too many faults": (["chaos", "--random", "9", "--ranks", "2", "--steps", "2", "x.py"], 1, "more faults than"),
+    "an unknown fault": (["chaos", "--random", "1", "--kinds", "flood", "x.py"], 1, "no kind of fault 'flood'"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_input_is_an_error_in_words(case: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    args, code, text = ODD[case]
+    done = torsh(*[str(tmp_path / "loop") if word == "LOOP" else word for word in args])
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert text in done.stderr
+
+
 def test_every_error_can_be_explained() -> None:
     from typer.testing import CliRunner
 

@@ -15,7 +15,7 @@ import typer
 from torsh_distributed.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from torsh_distributed.elastic.faults.fault import Fault
+    from torsh_distributed.elastic.faults.fault import Fault, FaultKind
     from torsh_distributed.elastic.faults.fault_log import FaultOutcome
 
 # Options after ours belong to the launcher, those after the script to the script.
@@ -27,12 +27,14 @@ FaultText = Annotated[
     list[str] | None,
     typer.Option("--fault", help="A fault such as 'kill rank 2 at step 5 in backward'; may be given several times."),
 ]
-NumRandom = Annotated[int, typer.Option("--random", help="Add this many faults at random ranks, steps and points.")]
+NumRandom = Annotated[
+    int, typer.Option("--random", min=0, max=10**5, help="Add this many faults at random ranks, steps and points.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random faults: the same seed, the same faults.")]
 Kinds = Annotated[str, typer.Option(help="Kinds of the random faults, with commas.")]
 Points = Annotated[str, typer.Option(help="Points of the random faults, with commas; empty is the start of a step.")]
-Ranks = Annotated[int, typer.Option(help="Ranks that the random faults choose from.")]
-Steps = Annotated[int, typer.Option(help="Steps that the random faults choose from.")]
+Ranks = Annotated[int, typer.Option(min=1, max=10**6, help="Ranks that the random faults choose from.")]
+Steps = Annotated[int, typer.Option(min=1, max=10**12, help="Steps that the random faults choose from.")]
 Seconds = Annotated[float, typer.Option(help="Duration of the random faults that need one.")]
 Launcher = Annotated[str, typer.Option(help="torsh (`torsh run`) or torchrun, for comparison.")]
 Log = Annotated[Path | None, typer.Option(help="Keep the log of faults and steps in this file.")]
@@ -61,7 +63,7 @@ def chaos(
     torsh chaos --fault "kill rank 1 at step 5" --nproc-per-node 2 --max-restarts 1 train.py. The script needs no
     change: an Engine passes the points of a step by itself, and of a plain torch loop they are torch's own.
     """
-    from torsh_distributed.elastic.faults.fault import Fault, FaultKind, random_faults
+    from torsh_distributed.elastic.faults.fault import Fault, random_faults
 
     if launcher not in LAUNCHERS:
         raise InvalidArgument("--launcher is torsh or torchrun", got=launcher)
@@ -72,7 +74,7 @@ def chaos(
             num_faults=num_random,
             num_ranks=ranks,
             num_steps=steps,
-            kinds=[FaultKind(kind.strip()) for kind in kinds.split(",")],
+            kinds=[_kind(kind.strip()) for kind in kinds.split(",")],
             points=[point.strip() for point in points.split(",")],
             seconds=seconds,
         )
@@ -130,3 +132,11 @@ def _in_words(one: FaultOutcome) -> str:
     if one.caught_up_s is None:
         return f"{text}, but its own step was never done again"
     return text if one.caught_up_s == one.next_step_s else f"{text}, its own step done after {one.caught_up_s:.3f} s"
+
+
+def _kind(text: str) -> FaultKind:
+    from torsh_distributed.elastic.faults.fault import FaultKind
+
+    if text not in {kind.value for kind in FaultKind}:
+        raise InvalidArgument(f"there is no kind of fault {text!r}", hint=f"one of {', '.join(FaultKind)}")
+    return FaultKind(text)

@@ -25,12 +25,13 @@ def errors_in_words() -> Iterator[None]:
         print_error(error)
         sys.exit(1)
     except OSError as error:
-        if error.filename is None or error.errno not in _OF_A_PATH:
+        if error.errno not in _OF_A_PATH:
             raise
+        path = error.filename if error.filename2 is None else error.filename2  # None once the file is open
         told = IoError(
             f"a file or folder cannot be used: {error.strerror}",
             hint="check that it is there, of the right kind, and that you may read or write it",
-            path=str(error.filename if error.filename2 is None else error.filename2),
+            **({} if path is None else {"path": str(path)}),
         )
         print_error(told)
         sys.exit(1)

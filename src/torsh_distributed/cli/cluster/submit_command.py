@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -139,7 +140,7 @@ def submit(
         cpus_per_worker=cpus_per_worker,
         memory_per_worker=memory_per_worker,
         plan=None if plan is None else plan.resolve(),
-        working_dir=(working_dir or Path.cwd()).resolve(),
+        working_dir=Path(os.path.realpath(working_dir or Path.cwd())),  # which takes a loop of links as it is
         env=given_variables(env or ()),
         time_limit_s=None if time_limit is None else parse_duration(time_limit),
         max_restarts=max_restarts,
@@ -162,8 +163,6 @@ def submit(
 
 def given_variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
     """Variables from `NAME=VALUE`, and from `NAME` with this process's value, which then is on no command line."""
-    import os
-
     found = {}
     for word in words:
         name, given, value = word.partition("=")

@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,12 +79,16 @@ def _fetch(address: str) -> dict[str, Any]:
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            state: dict[str, Any] = json.loads(answer.read(_MAX_STATE_BYTES))
-    except (OSError, ValueError) as error:
+            state = json.loads(answer.read(_MAX_STATE_BYTES))
+    # What a port that is no number, or another server's answer, raises.
+    except (OSError, ValueError, OverflowError, RecursionError, HTTPException) as error:
         raise CommunicationError(
             "the page does not answer", hint="is the job still running?", address=base, reason=str(error)
         ) from error
-    return state
+    if not isinstance(state, dict) or "job" not in state:
+        raise CommunicationError("another program answers there, not a job's page", address=base)
+    found: dict[str, Any] = state
+    return found
 
 
 def drawing(state: dict[str, Any]) -> Any:

@@ -184,9 +184,13 @@ def random_faults(
     `seconds` is how long those last that need a duration.
     """
     source = random.Random(seed)
-    places = source.sample([(rank, step) for rank in range(num_ranks) for step in range(num_steps)], num_faults)
+    places = range(num_ranks * num_steps)
+    if num_faults > len(places):
+        raise InvalidArgument(
+            "there are more faults than ranks have steps", faults=num_faults, ranks=num_ranks, steps=num_steps
+        )
     found = []
-    for rank, step in sorted(places):
+    for rank, step in sorted(divmod(place, num_steps) for place in source.sample(places, num_faults)):
         kind = source.choice(kinds)
         lasts_s = seconds if kind in _NEEDS_SECONDS else None
         found.append(Fault(kind=kind, rank=rank, step=step, point=source.choice(points), seconds=lasts_s))
