@@ -86,7 +86,7 @@ def test_env_shows_the_place_and_hides_secrets() -> None:
     assert "rank 1 of 2" in done.stdout
     assert "hush-hush" not in done.stdout
     assert "be-quiet" not in done.stdout
-    assert done.stdout.count("(set, hidden)") == 2
+    assert done.stdout.count("(hidden)") == 2
 
 
 @pytest.mark.parametrize(
