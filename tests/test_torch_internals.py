@@ -13,6 +13,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def parameters(found: Any) -> list[inspect.Parameter] | None:
             )
             for one in schema.arguments
         ]
+    if isinstance(found, types.MethodDescriptorType):
+        return None  # one of C++; Python 3.13 knows of its `self`
     try:
         return list(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):

@@ -182,6 +182,19 @@ def test_an_index_written_by_an_older_python_is_read_and_names_nothing_else(tmp_
             open_torch_checkpoint(tmp_path)
 
 
+def test_an_index_written_by_python_3_13_is_read(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that one process saves
+        dcp.save({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=tmp_path, no_dist=True)
+    index = tmp_path / ".metadata"
+    written = pickle.loads(index.read_bytes())
+    written.storage_meta.checkpoint_id = tmp_path
+    text = pickle.dumps(written, protocol=2)  # names stand in lines
+    index.write_bytes(text.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert b"pathlib._local" in index.read_bytes()
+    assert torch.equal(open_torch_checkpoint(tmp_path).whole("model.weight"), torch.arange(6.0))
+
+
 class _Asks:
     """In a pickle: `getattr(target, name)`."""
 

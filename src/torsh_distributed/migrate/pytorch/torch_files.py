@@ -88,6 +88,8 @@ class _IndexReader(pickle.Unpickler):
 
     @override
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "pathlib._local":  # as Python 3.13 writes it; others know "pathlib" alone
+            module_name = "pathlib"
         if global_name in _RECORDS.get(module_name, ()):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.layout):
