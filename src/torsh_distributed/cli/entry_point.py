@@ -1,4 +1,4 @@
-"""What the installed command, `src/torsh`, calls: the command line, without garbage collection, quiet at Ctrl-C.
+"""What the installed command, `torsh_command`, calls: the command line, without garbage collection, quiet at Ctrl-C.
 
 Why no collection: importing a command makes tens of thousands of objects that all stay, and looking through them for
 garbage takes a tenth of the time of `torsh plan validate`. The collector is on again before a command runs.

@@ -1,13 +1,12 @@
-#!python
 """The `torsh` command. From its first line on, Ctrl-C is one line and exit status 130, also while modules are imported.
 
-Why not the script that an installer makes of an entry point: it imports for 30 ms before anything of ours can run. This
-one imports only what Python itself has loaded by now.
+Why not a function of the package: importing that takes 30 ms, in which a Ctrl-C would print a traceback. This module
+imports only what Python itself has loaded by now. Why not a script of our own: installers write its first line without
+quotes, so that it does not run where the path of the environment has a space.
 """
 
 import _signal
 import os
-import sys
 
 
 def end(number: int, frame: object) -> None:
@@ -19,6 +18,9 @@ def end(number: int, frame: object) -> None:
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else ignored, by nohup for one
     _signal.signal(_signal.SIGINT, end)
 
-from torsh_distributed.cli.entry_point import main  # noqa: E402 - after the handler
 
-sys.exit(main())
+def main() -> None:
+    """Run `torsh` with the arguments of this process."""
+    from torsh_distributed.cli.entry_point import main as run
+
+    run()
