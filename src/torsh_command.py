@@ -5,7 +5,7 @@ imports only what Python itself has loaded by now. Why not a script of our own: 
 quotes, so that it does not run where the path of the environment has a space.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # what `signal` is made of: typeshed has no stub
 import os
 
 
