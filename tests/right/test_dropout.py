@@ -188,3 +188,31 @@ def test_a_resume_drops_what_the_whole_run_does(world: World, plan: str, tmp_pat
     for expected, losses in world.run(resumed, plan, tmp_path, num_ranks=PLANS[plan][0], backend="torsh", timeout_s=60):
         assert losses == expected
         assert len(set(losses)) == 4
+
+
+class Skipping(Model):
+    """Leaves out half of its blocks at random, as transformers' models with a layerdrop do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop = 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            if not self.training or torch.rand([]) > self.layerdrop:
+                hidden = block(hidden)
+        return self.head(hidden)
+
+
+def skipped() -> list[float]:
+    torch.manual_seed(0)
+    model = Skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = parallelize(model, optimizer, Plan(mesh={"shard": 2}), loss_fn=loss_fn)
+    return [engine.step(batch(step)) for step in range(6)]
+
+
+def test_ranks_of_shards_leave_out_the_same_layers(world: World) -> None:
+    first, second = world.run(skipped, num_ranks=2, backend="torsh", timeout_s=60)
+    assert first == second

@@ -46,6 +46,15 @@ def draws_numbers(model: nn.Module) -> bool:
     return False
 
 
+def skips_layers(model: nn.Module) -> bool:
+    """Whether the model leaves out layers at random in training, as those of transformers with a `layerdrop` do."""
+    return any(
+        "layerdrop" in name and isinstance(value, float) and value > 0
+        for module in model.modules()
+        for name, value in vars(module).items()
+    )
+
+
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give every rank of the group the first one's random state; every rank calls this."""
     source = dist.get_process_group_ranks(group)[0]

@@ -22,7 +22,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
-from torsh_distributed.parallel.random_streams import stream_of
+from torsh_distributed.parallel.random_streams import skips_layers, stream_of
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import (
@@ -115,6 +115,9 @@ class Engine:
         """Which samples are done, and whose those of the step in progress are."""
         self.loss = EngineLoss(loss_fn, plan, lambda: self.strategy.samples_group)
         self.device = next(strategy.unwrapped.parameters()).device
+        # Which layers run is drawn on the CPU, and ranks of one mesh must run the same ones.
+        has_one_stream = self.device.type == "cpu" and skips_layers(strategy.unwrapped)
+        self._random_part = None if has_one_stream else strategy.random_part
         self.precision = make_precision(plan.precision, self.device)
         self.learning_rate = LearningRate(
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
@@ -272,7 +275,7 @@ class Engine:
             self.strategy.accumulating(is_last=update.is_last),
             attending_with(self.plan.training.attention),
             self.precision.computing(),
-            stream_of(self.strategy.random_part, self.device),
+            stream_of(self._random_part, self.device),
         ):
             return self.loss.compute(
                 self.strategy, self.model, self.loss.guarded(batch, is_counted=update.weights.is_counted)
@@ -509,7 +512,7 @@ class Engine:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.ledger.load_state_dict(state)
-        seed = self.plan.training.seed + self.num_steps + (self.strategy.random_part or 0)
+        seed = self.plan.training.seed + self.num_steps + (self._random_part or 0)
         restore_random_states(state["random"], seed=seed)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
