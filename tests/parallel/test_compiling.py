@@ -17,7 +17,7 @@ from tests.bed.world import World
 from tests.parallel.golden import golden
 from tests.parallel.sharded.test_module import Curve, train_all
 from torsh_distributed import events
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.parallel.compiling import Compiled, compile_model, uncompiled
 from torsh_distributed.plan import CompileConfig
 
@@ -117,6 +117,7 @@ def all_first_calls() -> tuple[Any, Any, str]:
 
 
 @pytest.mark.needs_command("g++")
+@pytest.mark.skipif(" " in torch.__path__[0], reason="torch's compiler does not link where torch's path has a space")
 def test_layers_say_that_they_are_compiled_and_where_they_break(world: World) -> None:
     plain, breaking, message = world.run(all_first_calls, num_ranks=1, imports=INDUCTOR, timeout_s=110)[0]
     seen, is_equal, warned = plain
@@ -130,6 +131,21 @@ def test_layers_say_that_they_are_compiled_and_where_they_break(world: World) ->
     assert "graph_break()" in seen[0].graph_breaks[0]
     assert "0 (Breaking) is compiled in parts" in warned[0]
     assert "0 (Breaking) cannot be compiled as one graph" in message
+
+
+def test_the_reason_of_a_failure_names_a_path_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(fail, RuntimeError("g++ failed"), None)
+
+    compiled = Compiled(lambda x: x, CompileConfig(enabled=True), label="f")
+    monkeypatch.setattr(compiled, "_function", fail)
+    with pytest.raises(FeatureNotAvailable, match=r"f could not be compiled") as plain:
+        compiled(torch.ones(1))
+    monkeypatch.setattr(torch, "__path__", ["/home/a b/torch"])
+    with pytest.raises(FeatureNotAvailable) as spaced:
+        compiled(torch.ones(1))
+    assert "without a space: /home/a b/torch" in str(spaced.value)
+    assert "/home/a b" not in str(plain.value)
 
 
 def test_a_model_is_compiled_whole_where_asked_or_where_nothing_repeats() -> None:

@@ -127,7 +127,7 @@ class Compiled:
         except torch_internals._dynamo.exc.BackendCompilerFailed as error:
             raise FeatureNotAvailable(
                 f"{self._label} could not be compiled: {_first_line(error)}",
-                hint="the compiler needs g++ on a CPU and Triton on a GPU; set compile.enabled = false to run without",
+                hint=_needs_of_compiler() + "; set compile.enabled = false to run without",
                 feature="torch.compile",
             ) from error
         self._is_warm = True
@@ -164,6 +164,12 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         _num_uncompiled -= 1
+
+
+def _needs_of_compiler() -> str:
+    needs = "the compiler needs g++ on a CPU and Triton on a GPU"
+    # It gives the linker the folder of torch's libraries without quotes.
+    return f"{needs}, and a path of torch without a space: {torch.__path__[0]}" if " " in torch.__path__[0] else needs
 
 
 def _first_line(text: object) -> str:
