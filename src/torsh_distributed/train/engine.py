@@ -116,8 +116,7 @@ class Engine:
         self.loss = EngineLoss(loss_fn, plan, lambda: self.strategy.samples_group)
         self.device = next(strategy.unwrapped.parameters()).device
         # Which layers run is drawn on the CPU, and ranks of one mesh must run the same ones.
-        has_one_stream = self.device.type == "cpu" and skips_layers(strategy.unwrapped)
-        self._random_part = None if has_one_stream else strategy.random_part
+        self._has_one_stream = self.device.type == "cpu" and skips_layers(strategy.unwrapped)
         self.precision = make_precision(plan.precision, self.device)
         self.learning_rate = LearningRate(
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
@@ -617,6 +616,11 @@ class Engine:
             return 1
         shares = (max(1, total // degree), -(-total // degree))
         return max(count_pieces(share, count, multiple=multiple) for share in shares)
+
+    @property
+    def _random_part(self) -> int | None:
+        """Of the present world: a job that has lost a rank numbers the others again."""
+        return None if self._has_one_stream else self.strategy.random_part
 
     def _agree_on(self, loader: Iterable[Batch]) -> None:
         """Refuse data that differ between ranks; in an elastic job, where one may join later, its steps do that."""
