@@ -16,9 +16,11 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.offload import StateOffload
 from torsh_distributed.parallel.optim import cpu_adam
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.train import parallelize
 
 SHAPES = ((3, 7), (), (1,), (129,), (0, 4), (40, 33))
@@ -169,6 +171,20 @@ def test_a_scaled_loss_is_scaled_back_before_the_update() -> None:
         trained.append(layer.weight.detach())
     assert trained[0].isfinite().all(), "the step that overflowed was skipped"
     torch.testing.assert_close(*trained)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_offloaded_state_has_the_same_update(kernel: str, kind: type[Adam]) -> None:
+    model, other = nn.Linear(40, 33), nn.Linear(40, 33)
+    other.load_state_dict(model.state_dict())
+    decoupled = kind is AdamW
+    alone = CpuAdam(other.parameters(), lr=0.01, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    config = OffloadConfig(enabled=True, params=False, grads=False)
+    with StateOffload(model, kind(model.parameters(), lr=0.01, weight_decay=0.1), config) as offload:
+        train(offload.optimizer, list(model.parameters()), 3)
+    train(alone, list(other.parameters()), 3)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_what_it_cannot_update_is_refused() -> None:

@@ -44,8 +44,7 @@ from torsh_distributed.parallel.offload.paging.units import Unit, build_units
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
 from torsh_distributed.parallel.offload.storage.pieces import StatePiece
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
-from torsh_distributed.parallel.offload.update.adam import require_adam
-from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
+from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
 from torsh_distributed.parallel.offload.update.targets import UnitTarget
 from torsh_distributed.parallel.state.held_state import StoredParams, StoredTensor
 from torsh_distributed.parallel.state.whole_state import StateParts

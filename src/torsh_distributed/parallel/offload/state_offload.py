@@ -19,8 +19,7 @@ from torsh_distributed.parallel.offload.storage.forms import FORMS
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
 from torsh_distributed.parallel.offload.storage.pieces import StatePiece, cut, max_numel, write
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
-from torsh_distributed.parallel.offload.update.adam import require_adam
-from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
+from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
 from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place
 from torsh_distributed.plan.sections.offload import OffloadConfig
 

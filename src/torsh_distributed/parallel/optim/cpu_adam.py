@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -94,47 +94,62 @@ class CpuAdam(Adam):
         means: list[Tensor] = []
         squares: list[Tensor] = []
         steps: list[Tensor] = []
-        _refuse_amsgrad(group)  # loaded state brings settings too
         self._init_group(group, params, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]  # untyped in torch
         if not params:
             return
         _foreach_add_(steps, 1)
-        kernel, divided = compiled_kernel(), self._divided
-        alone, together, odd = list[_ParamSlice](), list[_ParamSlice](), list[_ParamSlice]()
+        alone, together = list[AdamPiece](), list[AdamPiece]()
         for param, grad, step in zip(params, grads, steps, strict=True):
             state = self.state[param]
-            part = None if divided is None else divided.part(param, state)
+            part = None if self._divided is None else self._divided.part(param, state)
             value, mean, square = map(_held, (param, state["exp_avg"], state["exp_avg_sq"]))
             tensors = value, _like(value, _held(grad)), mean, square
-            if part is not None:
-                together.append(_ParamSlice(tensors, step, part))
-            elif kernel is not None and all(tensor.is_contiguous() for tensor in tensors):
-                alone.append(_ParamSlice(tensors, step, slice(0, tensors[0].numel())))
-            else:
-                odd.append(_ParamSlice(tensors, step, slice(None)))
-        _by_kernel(kernel, group, alone, [])
-        _by_kernel(kernel, group, together, [] if divided is None else divided.distances)
-        _by_torch(group, odd)
+            (alone if part is None else together).append(AdamPiece(tensors, step, part))
+        adam_update(group, alone)
+        adam_update(group, together, [] if self._divided is None else self._divided.distances)
 
 
-class _ParamSlice(NamedTuple):
-    """A parameter, its gradient and both moments; its number of updates; the elements to update."""
+class AdamPiece(NamedTuple):
+    """What one update changes."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Value, gradient, first and second moment: fp32, on one device, with the same strides."""
     step: Tensor
-    part: slice
+    """The number of this update, from 1: one value, on the device of the tensors."""
+    part: slice | None = None
+    """The elements to update, in memory order; None for all."""
 
     def entry(self) -> tuple[float, ...]:
-        """The kernel's argument: addresses, number of elements, number of updates."""
-        start, stop = self.part.start, self.part.stop
-        return (*(tensor.data_ptr() + 4 * start for tensor in self.tensors), stop - start, float(self.step))
+        """Our kernel's argument: addresses, number of elements, number of updates."""
+        start = 0 if self.part is None else self.part.start
+        return (*(tensor.data_ptr() + 4 * start for tensor in self.tensors), self.numel(), float(self.step))
+
+    def numel(self) -> int:
+        """Elements to update."""
+        return self.tensors[0].numel() if self.part is None else self.part.stop - self.part.start
 
 
-def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_ParamSlice], distances: list[int]) -> None:
-    """Update in place, and at each of `distances`, in bytes, from there."""
-    if not pieces:
-        return
-    num_elements = sum(piece.part.stop - piece.part.start for piece in pieces)
+def adam_update(group: Mapping[str, Any], pieces: Sequence[AdamPiece], distances: Sequence[int] = ()) -> None:
+    """Update pieces in place, with the settings of a parameter group of Adam, AdamW or CpuAdam.
+
+    By our kernel in contiguous host memory, by torch's fused one otherwise. `distances`, in bytes: where our kernel
+    writes each new value too; only it can, and update a part.
+    """
+    _refuse_amsgrad(group)  # loaded state brings settings too
+    kernel = compiled_kernel()
+    by_kernel, by_torch = list[AdamPiece](), list[AdamPiece]()
+    for piece in pieces:
+        is_plain = all(tensor.is_cpu and tensor.is_contiguous() for tensor in piece.tensors)
+        is_ours = piece.part is not None or (kernel is not None and is_plain)
+        (by_kernel if is_ours else by_torch).append(piece)
+    if by_kernel:
+        _by_kernel(kernel, group, by_kernel, distances)
+    if by_torch:
+        _by_torch(group, by_torch)
+
+
+def _by_kernel(kernel: Any, group: Mapping[str, Any], pieces: Sequence[AdamPiece], distances: Sequence[int]) -> None:
+    num_elements = sum(piece.numel() for piece in pieces)
     kernel.adam(
         [piece.entry() for piece in pieces],
         float(group["lr"]),
@@ -144,13 +159,13 @@ def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_ParamSlice], di
         group["decoupled_weight_decay"],
         group["maximize"],
         min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_PER_THREAD),
-        distances,
+        list(distances),
     )
 
 
-def _refuse_amsgrad(group: dict[str, Any]) -> None:
+def _refuse_amsgrad(group: Mapping[str, Any]) -> None:
     if group.get("amsgrad"):
-        raise InvalidArgument("CpuAdam has no amsgrad", hint="use torch.optim.Adam(amsgrad=True, fused=True)")
+        raise InvalidArgument("our Adam has no amsgrad", hint="use torch.optim.Adam(amsgrad=True, fused=True)")
 
 
 def _held(tensor: Tensor) -> Tensor:
@@ -163,9 +178,7 @@ def _like(value: Tensor, grad: Tensor) -> Tensor:
     return grad if grad.stride() == value.stride() else torch.empty_like(value).copy_(grad)
 
 
-def _by_torch(group: dict[str, Any], pieces: list[_ParamSlice]) -> None:
-    if not pieces:
-        return
+def _by_torch(group: Mapping[str, Any], pieces: Sequence[AdamPiece]) -> None:
     kernel = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
     values, grads, means, squares = map(list, zip(*(piece.tensors for piece in pieces), strict=True))
     beta1, beta2 = map(float, group["betas"])

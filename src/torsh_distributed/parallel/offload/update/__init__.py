@@ -1,1 +1,1 @@
-"""The optimizer over offloaded state: `targets` are what it updates, `adam` how."""
+"""The optimizer over offloaded state: `targets` are what it updates, with the update of `CpuAdam`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
@@ -20,8 +20,8 @@ from torsh_distributed.parallel.offload.paging.units import ParamRange
 from torsh_distributed.parallel.offload.storage.mover import Mover, finish_future
 from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, overlaps, read, write
 from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
-from torsh_distributed.parallel.offload.update.adam import AdamSettings, adam_update, is_decoupled
 from torsh_distributed.parallel.offload.update.targets import UpdateTarget
+from torsh_distributed.parallel.optim.cpu_adam import AdamPiece, CpuAdam, adam_update
 from torsh_distributed.parallel.state.held_state import StoredTensor
 
 _CHUNK = 1 << 20
@@ -29,6 +29,17 @@ _CHUNK = 1 << 20
 
 Loaded = tuple[Tensor, Tensor, Tensor]
 """Master values, first and second moments of a piece, fp32."""
+
+
+def require_adam(optimizer: Optimizer) -> None:
+    """Raise InvalidArgument unless the optimizer's update is one we implement."""
+    if type(optimizer) not in (Adam, AdamW, CpuAdam):
+        raise InvalidArgument(
+            f"offload supports Adam and AdamW, not {type(optimizer).__name__}",
+            hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.optimizer_state off and shard",
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise InvalidArgument("offload does not support amsgrad", hint="set amsgrad=False")
 
 
 class OffloadedOptimizer(Optimizer):
@@ -45,7 +56,6 @@ class OffloadedOptimizer(Optimizer):
         self._targets = targets
         self._storage = storage
         self._mover = mover
-        self._is_decoupled = is_decoupled(optimizer)
         self._steps: dict[int, int] = {id(entry.param): 0 for target in targets for entry in target.param_ranges}
         self._divisor: float | None = None
         self._scratch: Tensor | None = None
@@ -99,18 +109,14 @@ class OffloadedOptimizer(Optimizer):
             for position, entry in enumerate(target.param_ranges):
                 self._steps[id(entry.param)] += target.has_grad(position)
         work = [(target, piece) for target in self._targets for piece in target.pieces if _has_any_grad(target, piece)]
-        settings = {
-            id(param): AdamSettings.of(group, is_decoupled=self._is_decoupled)
-            for group in self.param_groups
-            for param in group["params"]
-        }
+        groups = {id(param): group for group in self.param_groups for param in group["params"]}
         saving: Future[None] | None = None
         loading = self._start_load(work[0][1]) if work else None
         for number, (target, piece) in enumerate(work):
             loaded = self._load(piece) if loading is None else finish_future(loading)
             following = work[number + 1][1] if number + 1 < len(work) else None
             loading = self._start_load(following) if following is not None else None
-            self._update(target, piece, loaded, settings)
+            self._update(target, piece, loaded, groups)
             if saving is not None:
                 finish_future(saving)
                 saving = None
@@ -132,34 +138,24 @@ class OffloadedOptimizer(Optimizer):
         master, exp_avg, exp_avg_sq = (read(self._storage, slot) for slot in piece.slots)
         return master, exp_avg, exp_avg_sq
 
-    def _update(
-        self, target: UpdateTarget, piece: StatePiece, loaded: Loaded, settings: Mapping[int, AdamSettings]
-    ) -> None:
+    def _update(self, target: UpdateTarget, piece: StatePiece, loaded: Loaded, groups: Mapping[int, Any]) -> None:
         """Update a piece in chunks that fit the cores' caches, so converting the gradient to fp32 and rounding the
-        result for forward cost no extra memory traffic."""
-        master, exp_avg, exp_avg_sq = loaded
+        result for forward cost no extra memory traffic. `groups`: by the id of a parameter."""
+        master, *moments = loaded
         grad = target.grad(piece)
         rounded = target.host_copy(piece) if piece.is_direct else None
         is_on_host = master.device.type == "cpu"
-        divisor = None if self._divisor is None else torch.full((1,), self._divisor, device=master.device)
-        for start, stop, step, chosen in self._runs(target, piece, settings):
+        for start, stop, step, group in self._runs(target, piece, groups):
             count = torch.tensor(float(step), device=master.device)
             for low in range(start, stop, _CHUNK if is_on_host else stop - start):
                 high = min(low + _CHUNK, stop) if is_on_host else stop
                 part = grad[low:high]
-                if part.dtype != torch.float32 or part.device != master.device or divisor is not None:
-                    part = self._widened(
-                        part, master.device
-                    )  # a copy, because the kernel writes the divided gradient back
-                adam_update(
-                    master[low:high],
-                    part,
-                    exp_avg[low:high],
-                    exp_avg_sq[low:high],
-                    step=count,
-                    settings=chosen,
-                    grad_divisor=divisor,
-                )
+                if part.dtype != torch.float32 or part.device != master.device or self._divisor is not None:
+                    part = self._widened(part, master.device)
+                if self._divisor is not None:
+                    part.div_(self._divisor)
+                exp_avg, exp_avg_sq = (values[low:high] for values in moments)
+                adam_update(group, [AdamPiece((master[low:high], part, exp_avg, exp_avg_sq), count)])
                 if rounded is not None:
                     rounded[low:high].copy_(master[low:high])
 
@@ -171,22 +167,22 @@ class OffloadedOptimizer(Optimizer):
         return self._scratch[: grad.numel()].copy_(grad)
 
     def _runs(
-        self, target: UpdateTarget, piece: StatePiece, settings: Mapping[int, AdamSettings]
-    ) -> Iterator[tuple[int, int, int, AdamSettings]]:
-        """Ranges of a piece (start, stop, step, settings) whose parameters have the same update; often only one."""
-        run: tuple[int, int, int, AdamSettings] | None = None
+        self, target: UpdateTarget, piece: StatePiece, groups: Mapping[int, Any]
+    ) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
+        """Ranges of a piece (start, stop, step, group) whose parameters have the same update; often only one."""
+        run: tuple[int, int, int, dict[str, Any]] | None = None
         for position, entry in enumerate(target.param_ranges):
             start = max(entry.start, piece.start) - piece.start
             stop = min(entry.stop, piece.stop) - piece.start
             if start >= stop:
                 continue
-            how = (self._steps[id(entry.param)], settings[id(entry.param)]) if target.has_grad(position) else None
-            if run is not None and how == run[2:]:
-                run = (run[0], stop, *run[2:])
+            step, group = self._steps[id(entry.param)], groups[id(entry.param)]
+            if run is not None and target.has_grad(position) and step == run[2] and group is run[3]:
+                run = (run[0], stop, step, group)
                 continue
             if run is not None:
                 yield run
-            run = None if how is None else (start, stop, *how)
+            run = (start, stop, step, group) if target.has_grad(position) else None
         if run is not None:
             yield run
 
@@ -229,7 +225,8 @@ class OffloadedOptimizer(Optimizer):
                 here=[len(group["params"]) for group in self.param_groups],
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            own = ("params", "decoupled_weight_decay")  # the kind of Adam stays, as in torch's AdamW
+            group.update({key: value for key, value in saved.items() if key not in own})
         for number, param in enumerate(params):
             entry = state_dict["state"].get(number)
             self.put_state(param, entry)
