@@ -20,9 +20,6 @@ from torsh_distributed.checkpoint.files.block_hashes import FileDamage
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
-from torsh_distributed.checkpoint.policy.preemption import PreemptionSignals
-from torsh_distributed.checkpoint.policy.retention import StepLoss, steps_to_remove
-from torsh_distributed.checkpoint.policy.save_triggers import FAILURE, SaveDecision, SaveTriggers
 from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
 from torsh_distributed.checkpoint.restoring import (
     CheckpointTiers,
@@ -33,6 +30,14 @@ from torsh_distributed.checkpoint.restoring import (
     refuse_other_optimizer,
     understood,
     world_group,
+)
+from torsh_distributed.checkpoint.save_policy import (
+    FAILURE,
+    PreemptionSignals,
+    SaveDecision,
+    SaveTriggers,
+    StepLoss,
+    steps_to_remove,
 )
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter

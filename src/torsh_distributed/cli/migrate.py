@@ -138,7 +138,7 @@ def checkpoint(
     alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.
     """
     from torsh_distributed.migrate import foreign_state
-    from torsh_distributed.migrate.checkpoint_kinds import open_any_checkpoint
+    from torsh_distributed.migrate.config_kinds import open_any_checkpoint
 
     if weights not in (None, "safetensors", "bin"):
         raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")

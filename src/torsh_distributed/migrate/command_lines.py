@@ -16,12 +16,12 @@ from torsh_distributed.errors import InvalidArgument
 RUN_AS_VARIABLE = "TORSH_RUN_AS"
 """Tells Python processes of a worker which library to stand in for."""
 
-TRANSLATORS = {
-    "deepspeed": "torsh_distributed.migrate.deepspeed.launching.deepspeed_line",
-    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_line",
+TRANSLATORS: dict[str, str | None] = {
+    "deepspeed": "torsh_distributed.migrate.deepspeed.deepspeed_line",
+    "fairscale": None,
     "horovod": "torsh_distributed.migrate.horovod.launching.horovodrun_line",
 }
-"""The libraries that `--as` knows, with the module that reads their options."""
+"""The libraries that `--as` knows, with what reads their options; FairScale has no launcher: lines are ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,10 @@ def translate_line(package: str, args: Sequence[str], ours: Mapping[str, bool]) 
             hint=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(TRANSLATORS)}",
             package=package,
         )
-    line: TranslatedLine = importlib.import_module(TRANSLATORS[package]).translate(args, ours)
+    reader = TRANSLATORS[package]
+    line = TranslatedLine(args=list(args))
+    if reader is not None:
+        line = importlib.import_module(reader).translate(args, ours)
     return TranslatedLine(args=line.args, env={RUN_AS_VARIABLE: package, **line.env}, notes=line.notes)
 
 

@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.errors import ConfigurationError, IoError
+from torsh_distributed.errors import CheckpointError, ConfigurationError, IoError
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import open_checkpoint
+from torsh_distributed.migrate.foreign_state import ForeignState
+from torsh_distributed.migrate.pytorch.torch_checkpoint import open_torch_checkpoint, require_optimizer
+from torsh_distributed.migrate.pytorch.torch_files import INDEX
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan import Plan
 
+
+def open_any_checkpoint(
+    source: Path,
+    tag: str | None = None,
+    *,
+    weights_only: bool = False,
+    model_key: str | None = None,
+    inert: Sequence[str] = (),
+) -> ForeignState:
+    """A checkpoint of another library. `tag` is DeepSpeed's, `model_key` torch's; without weights alone, whole ones."""
+    if not (source.is_file() or (source / INDEX).is_file()):
+        return open_checkpoint(source, tag, with_optimizer=not weights_only, inert=inert)
+    if tag is not None:
+        raise CheckpointError("checkpoints of plain torch have no tags", hint="leave out --tag", source=str(source))
+    saved = open_torch_checkpoint(source, model_key=model_key, inert=inert)
+    if not weights_only:
+        require_optimizer(saved)
+    return saved
+
+
 CONFIG_KINDS = {
-    "deepspeed": "torsh_distributed.migrate.deepspeed.config.config_kind",
+    "deepspeed": "torsh_distributed.migrate.deepspeed.config.deepspeed_config",
     "accelerate": "torsh_distributed.migrate.launchers.accelerate_config",
     "horovod": "torsh_distributed.migrate.horovod.horovod_config",
     "pytorch": "torsh_distributed.migrate.pytorch.pytorch_config",

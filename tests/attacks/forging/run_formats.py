@@ -19,7 +19,7 @@ from torsh_distributed.clusters.job_records import all_records
 from torsh_distributed.clusters.local.background_jobs import background_status
 from torsh_distributed.clusters.ranks.rank_reports import first_failure
 from torsh_distributed.elastic.faults.fault_log import fault_outcomes, read_fault_log
-from torsh_distributed.migrate.deepspeed.launching.deepspeed_hosts import read_resources
+from torsh_distributed.migrate.deepspeed.deepspeed_line import read_resources
 from torsh_distributed.migrate.horovod.launching.horovodrun_yaml import config_flags
 from torsh_distributed.migrate.horovod.launching.host_slots import read_hostfile
 from torsh_distributed.observe.alerts.alert_rules import read_rules

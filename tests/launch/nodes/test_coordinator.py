@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.checkpoint.policy.preemption import EXIT_CODE
+from torsh_distributed.checkpoint.save_policy import EXIT_CODE
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt

@@ -18,9 +18,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.pytorch import PyTorchConfig, from_torch
-from torsh_distributed.migrate.pytorch.ddp_keywords import DDP_KEYWORDS
 from torsh_distributed.migrate.pytorch.fsdp_keywords import FSDP1_KEYWORDS, FULLY_SHARD_KEYWORDS
-from torsh_distributed.migrate.pytorch.hook_keywords import GROUP_KEYWORDS, HOOKS, SCALER_KEYWORDS
+from torsh_distributed.migrate.pytorch.hook_keywords import DDP_KEYWORDS, GROUP_KEYWORDS, HOOKS, SCALER_KEYWORDS
 from torsh_distributed.migrate.report import Verdict
 
 

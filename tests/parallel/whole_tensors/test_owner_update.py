@@ -17,7 +17,7 @@ from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build
 from tests.parallel.whole_tensors.optimizer_cases import AXES, Lamb, Lars, SignSgd, squashed, steps_of
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.deepspeed.ops.muon_optimizer import MuonWithAuxAdam
+from torsh_distributed.migrate.deepspeed.ops import MuonWithAuxAdam
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torsh_distributed.checkpoint.policy.preemption import EXIT_CODE
+from torsh_distributed.checkpoint.save_policy import EXIT_CODE
 from torsh_distributed.clusters.kubernetes.kubernetes_options import MASTER_PORT, JobKind, KubernetesOptions
 from torsh_distributed.clusters.kubernetes.pod_template import (
     JOB_LABEL,

@@ -5,44 +5,95 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, MutableMapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, script_start
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, ops, script_start
+from torsh_distributed.migrate.deepspeed.config import config_models
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from torsh_distributed.migrate.deepspeed.launching.deepspeed_line import LOCAL_RANK_VARIABLE
+from torsh_distributed.migrate.deepspeed.deepspeed_line import LOCAL_RANK_VARIABLE
 from torsh_distributed.migrate.deepspeed.observing import deepspeed_timers, flops_profile, run_monitors
-from torsh_distributed.migrate.deepspeed.ops import adam_optimizers, lamb_optimizer, lion_optimizer
 from torsh_distributed.migrate.deepspeed.pipe import (
-    layer_specs,
     pipeline_engine,
     pipeline_module,
     rank_topology,
-    stage_partition,
 )
 from torsh_distributed.migrate.deepspeed.schedules import lr_schedules
 from torsh_distributed.migrate.deepspeed.surface import (
     activation_checkpointing,
     comm_calls,
-    config_models,
     device_accelerator,
     moe_layer,
-    moe_params,
     script_helpers,
 )
-from torsh_distributed.migrate.deepspeed.surface.refused_names import LATER_REFUSED, refused_names
-from torsh_distributed.migrate.deepspeed.training import deepspeed_engine, loss_scales, training_data
+from torsh_distributed.migrate.deepspeed.training import deepspeed_engine, loss_scales, microbatch_loop
 from torsh_distributed.migrate.deepspeed.zero import (
-    external_params,
     fp32_weights,
     gathered_parameters,
     memory_estimates,
     param_access,
     tiled_linear,
-    zero_params,
 )
+
+_REFUSED = {
+    "deepspeed": {
+        "init_inference": "this engine trains: serve the model with vLLM or torch.compile",
+        "tp_model_init": "use mesh.tp of a plan, through torsh_distributed.parallelize",
+        "InferenceEngine": "this engine trains: serve the model with vLLM or torch.compile",
+        "DeepSpeedHybridEngine": "train and generate with one engine: call engine.module.generate",
+        "DeepSpeedTransformerLayer": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
+        "DeepSpeedTransformerConfig": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
+        "replace_transformer_layer": "use torch.compile",
+        "module_inject": "use torch.compile",
+    }
+}
+
+LATER_REFUSED = {
+    "deepspeed.ops.sparse_attention": "DeepSpeed's sparse attention is compiled code: use torch's FlexAttention",
+    "deepspeed.ops.transformer": "DeepSpeed's fused layers are compiled code: use torch.nn or transformers",
+    "deepspeed.ops.op_builder": "nothing is compiled here: FusedAdam and DeepSpeedCPUAdam work as they are",
+    "deepspeed.ops.aio": "use the plan's section offload for state on disk",
+    "deepspeed.ops.quantizer": "quantise with torchao",
+    "deepspeed.ops.fp_quantizer": "quantise with torchao",
+    "deepspeed.ops.evoformer_attn": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
+    "deepspeed.inference": "this engine trains: serve the model with vLLM or torch.compile",
+    "deepspeed.module_inject": "use torch.compile",
+    "deepspeed.compression": "quantise or prune with torchao",
+    "deepspeed.autotuning": "let `torsh plan` choose",
+    "deepspeed.runtime.hybrid_engine": "train and generate with one engine: call engine.module.generate",
+    "deepspeed.runtime.sequence_parallel": "use mesh.cp of a plan, through torsh_distributed.parallelize",
+    "deepspeed.sequence": "use mesh.cp of a plan, through torsh_distributed.parallelize",
+    "deepspeed.linear": "use PEFT",
+}
+"""Modules whose import is refused, with what to do instead."""
+
+
+def refused_names(module: str) -> dict[str, Any]:
+    """The names of a module that raise when they are called."""
+    return {name: RefusedName(f"{module}.{name}", hint) for name, hint in _REFUSED[module].items()}
+
+
+class RefusedName:
+    """Stands for a name of DeepSpeed; importing it is harmless, using it raises FeatureNotAvailable."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        self._name, self._hint = name, hint
+
+    def _refuse(self) -> NoReturn:
+        raise FeatureNotAvailable(f"{self._name} is not part of torsh_distributed's deepspeed", hint=self._hint)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse, unless Python itself asks."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
 
 VERSION = "0.19.8"
 """The DeepSpeed whose surface this is."""
@@ -66,15 +117,14 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
     comm = comm_calls.comm_names()
     zero = {
         **_public(gathered_parameters, "Init", "GatheredParameters", "unwrap_model_for_generation"),
-        **_public(external_params, "register_external_parameter", "unregister_external_parameter"),
+        **_public(gathered_parameters, "register_external_parameter", "unregister_external_parameter"),
         **_public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
-        **_public(zero_params, "ZeroParamStatus", "ZeroParamType"),
+        **_public(param_access, "ZeroParamStatus", "ZeroParamType"),
     }
     accelerator = _public(device_accelerator, "get_accelerator")
     checkpointing = _functions(activation_checkpointing)
     pipe = {
-        **_public(layer_specs, "LayerSpec", "TiedLayerSpec"),
-        **_public(pipeline_module, "PipelineModule"),
+        **_public(pipeline_module, "LayerSpec", "PipelineModule", "TiedLayerSpec"),
     }
     topology = _public(
         rank_topology,
@@ -102,7 +152,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
             "get_z3_leaf_modules",
             "z3_leaf_module",
         ),
-        **_public(training_data, "RepeatingLoader"),
+        **_public(microbatch_loop, "RepeatingLoader"),
         **full_access,
     }
     engines = {
@@ -124,7 +174,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
             **config,
             "PipelineEngine": pipeline_engine.PipelineEngine,
             "PipelineModule": pipeline_module.PipelineModule,
-            "DeepSpeedDataLoader": training_data.DeepSpeedDataLoader,
+            "DeepSpeedDataLoader": microbatch_loop.DeepSpeedDataLoader,
             **_public(script_helpers, "logger", "log_dist", "OnDevice"),
             "dist": None,
             "HAS_TRITON": False,
@@ -149,16 +199,16 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.utils.tensor_fragment": full_access,
         "deepspeed.utils.nvtx": _public(script_helpers, "instrument_w_nvtx"),
         "deepspeed.ops": {},
-        "deepspeed.ops.adam": _public(adam_optimizers, "FusedAdam", "DeepSpeedCPUAdam"),
-        "deepspeed.ops.adam.fused_adam": _public(adam_optimizers, "FusedAdam"),
-        "deepspeed.ops.adam.cpu_adam": _public(adam_optimizers, "DeepSpeedCPUAdam"),
-        "deepspeed.ops.lamb": _public(lamb_optimizer, "FusedLamb"),
-        "deepspeed.ops.lion": _public(lion_optimizer, "FusedLion", "DeepSpeedCPULion"),
-        "deepspeed.ops.adagrad": _public(adam_optimizers, "DeepSpeedCPUAdagrad"),
+        "deepspeed.ops.adam": _public(ops, "FusedAdam", "DeepSpeedCPUAdam"),
+        "deepspeed.ops.adam.fused_adam": _public(ops, "FusedAdam"),
+        "deepspeed.ops.adam.cpu_adam": _public(ops, "DeepSpeedCPUAdam"),
+        "deepspeed.ops.lamb": _public(ops, "FusedLamb"),
+        "deepspeed.ops.lion": _public(ops, "FusedLion", "DeepSpeedCPULion"),
+        "deepspeed.ops.adagrad": _public(ops, "DeepSpeedCPUAdagrad"),
         "deepspeed.elasticity": _functions(elasticity),
         "deepspeed.moe": {},
         "deepspeed.moe.layer": _public(moe_layer, "MoE"),
-        "deepspeed.moe.utils": _functions(moe_params),
+        "deepspeed.moe.utils": {name: value for name, value in _functions(moe_layer).items() if name != "MoE"},
         "deepspeed.monitor": {},
         "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
         "deepspeed.profiling": {},
@@ -171,10 +221,10 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.runtime.config_utils": _public(config_models, "DeepSpeedConfigModel"),
         "deepspeed.runtime.precision_config": _public(config_models, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
         "deepspeed.runtime.lr_schedules": schedules,
-        "deepspeed.runtime.dataloader": _public(training_data, "RepeatingLoader", "DeepSpeedDataLoader"),
+        "deepspeed.runtime.dataloader": _public(microbatch_loop, "RepeatingLoader", "DeepSpeedDataLoader"),
         "deepspeed.runtime.utils": {
             **_public(script_helpers, "see_memory_usage", "set_random_seed"),
-            **_public(stage_partition, "partition_uniform", "partition_balanced"),
+            **_public(pipeline_module, "partition_uniform", "partition_balanced"),
         },
         "deepspeed.runtime.fp16": {},
         "deepspeed.runtime.fp16.loss_scaler": scales,

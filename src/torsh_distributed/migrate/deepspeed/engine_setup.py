@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,22 +12,205 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
 from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
+from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import cast_params
-from torsh_distributed.migrate.deepspeed.training.optimizer_choice import optimizer_from_config
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
-from torsh_distributed.migrate.deepspeed.zero.external_params import external_names, gather_external
+from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.engine import Engine
+
+_OWN_WAYS = {
+    "gradient_allreduce_op",
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+}
+"""Keys that a plan has no counterpart of, and this engine has."""
+_OWN_PARTS = ("zero_optimization.offload_", "zero_optimization.cpu_offload", "optimizer.", "scheduler.")
+"""Beginnings of such keys: the engine has its own optimizers, and offloads as DeepSpeed does."""
+_BOTH = (
+    "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
+    " function call"
+)
+_OTHER_ENGINES = {
+    "hybrid_engine": "train and generate with this engine: call engine.module.generate under eval()",
+    "autotuning": "let `torsh plan` choose",
+    "compression_training": "quantise or prune with torchao",
+    "nebula": "checkpoints are written by this engine itself",
+    "sparse_attention": "use FlexAttention",
+    "eigenvalue": "leave it out",
+    "quantize_training": "quantise with torchao",
+    "amp": "use bf16 or torch_autocast",
+}
+
+
+def find_config(args: Any, given: Any) -> DeepSpeedConfig:
+    """The one config among a script's arguments and those of `initialize`; an unknown key is an error."""
+    old = getattr(args, "deepscale_config", None)
+    if old is not None:
+        require(
+            getattr(args, "deepspeed_config", None) is None,
+            "Not sure how to proceed, we were given both a deepscale_config and deepspeed_config",
+        )
+    named = old if old is not None else getattr(args, "deepspeed_config", None)
+    require(named is None or given is None, _BOTH, hint="give the config in one place")
+    chosen = given if given is not None else named
+    require(
+        chosen is not None,
+        "DeepSpeed requires --deepspeed_config to specify configuration file",
+        hint="pass config=… to initialize(), or --deepspeed_config to the script",
+    )
+    assert chosen is not None, "checked above"
+    if isinstance(chosen, Mapping) and chosen.get("steps_per_print") == math.inf:
+        # How Accelerate says "never".
+        chosen = {key: value for key, value in chosen.items() if key != "steps_per_print"}
+    found = chosen if isinstance(chosen, DeepSpeedConfig) else DeepSpeedConfig(chosen)
+    _refuse_other_engines(found.values)
+    return found
+
+
+def settings_of(config: DeepSpeedConfig, num_ranks: int, *, is_pipeline: bool = False) -> RunSettings:
+    """A config for a world in which `num_ranks` ranks have their own part of every batch."""
+    try:
+        batch = config.batch(num_ranks)
+    except ConfigurationError as error:
+        raise DeepSpeedMistake(error.message, hint=error.hint, **error.context) from error
+    settings = RunSettings(config.values, batch, num_ranks)
+    settings.plan = None if is_pipeline else _plan_of(config)
+    return settings
+
+
+def _plan_of(config: DeepSpeedConfig) -> Plan:
+    """The config as a plan; what this engine cannot do, and has no way of its own for, is refused, all at once."""
+    plan, report = config.to_plan()
+    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(_OWN_PARTS)]
+    if refused:
+        raise FeatureNotAvailable(
+            "; ".join(f"{entry.key} = {entry.value}: {entry.reason}" for entry in refused),
+            hint="change these keys of the DeepSpeed config",
+            keys=[entry.key for entry in refused],
+        )
+    split = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
+    if split:
+        raise FeatureNotAvailable(
+            f"this engine spreads data over all ranks; the config also splits the model (mesh.{split[0]} of a plan)",
+            hint="train with torsh_distributed.parallelize and the plan that `torsh migrate` writes",
+        )
+    return plan
+
+
+def _refuse_other_engines(config: Mapping[str, Any]) -> None:
+    """Sections that ask for another engine than ours."""
+    for name, hint in _OTHER_ENGINES.items():
+        section = config.get(name)
+        if isinstance(section, Mapping) and section.get("enabled", name == "sparse_attention"):
+            raise FeatureNotAvailable(f"the section {name} of a DeepSpeed config is not supported", hint=hint, key=name)
+
+
+_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+
+
+def optimizer_from_config(settings: RunSettings, params: Iterable[Any], module: nn.Module) -> Optimizer:
+    """The optimizer over `params`, which may be groups.
+
+    "Adam" is AdamW unless `adam_w_mode` is false, and weight decay is 0 unless given, as in DeepSpeed.
+    """
+    name = settings.value("optimizer.type")
+    require(
+        name is not None,
+        "there is no optimizer: the config has no section optimizer, and initialize() got none",
+        hint='pass optimizer=…, or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}',
+    )
+    options = {key: _plain(value) for key, value in dict(settings.value("optimizer.params", {})).items()}
+    _refuse_auto(options)
+    if "max_grad_norm" in options:
+        raise ConfigurationError(
+            "'max_grad_norm' is not supported as an optimizer parameter",
+            hint="use the key gradient_clipping at the top of the config",
+        )
+    lowered = str(name).lower()
+    given = list(params)
+    if lowered in ("adam", "adamw"):
+        return _adam(lowered, options, given, settings)
+    if lowered in _COMPRESSED:
+        raise FeatureNotAvailable(
+            f"optimizer.type {name} compresses gradients in an optimizer of its own, which is not part of this engine",
+            hint="use AdamW, and compress with a plan (compress.method) through torsh_distributed.parallelize",
+        )
+    if lowered in _MUP:
+        return _from_mup(_MUP[lowered], given, options)
+    if lowered == "lamb":
+        return FusedLamb(given, **options)
+    if lowered == "lion":
+        return FusedLion(given, **options)
+    if lowered == "muon":
+        return _muon(given, options, module, settings)
+    if lowered == "adagrad":
+        return torch.optim.Adagrad(given, **options)
+    kind = getattr(torch.optim, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigurationError(
+            f"optimizer.type {name} is neither a name of DeepSpeed nor a class of torch.optim",
+            hint="names of torch.optim are written as there: SGD, RMSprop",
+        )
+    return kind(given, **options)
+
+
+def _adam(name: str, options: dict[str, Any], params: list[Any], settings: RunSettings) -> Optimizer:
+    is_decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
+    options.pop("fp32_optimizer_states", None)  # they always are
+    if options.pop("torch_adam", False):
+        return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(params, **options)
+    if settings.offloads_optimizer:
+        return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
+    return FusedAdam(params, adam_w_mode=is_decoupled, **options)
+
+
+def _muon(params: list[Any], options: dict[str, Any], module: nn.Module, settings: RunSettings) -> Optimizer:
+    """Muon for matrices, Adam for the rest; it needs whole matrices, so replicas."""
+    if settings.stage > 0:
+        raise FeatureNotAvailable(
+            "Muon needs whole matrices, which ZeRO shards",
+            hint="train it with zero_optimization.stage 0, or use AdamW",
+        )
+    from torsh_distributed.migrate.deepspeed.ops import MuonWithAuxAdam
+
+    names = {id(param): name for name, param in module.named_parameters()}
+    return MuonWithAuxAdam.from_config(params, options, names)
+
+
+def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> Optimizer:
+    try:
+        import mup  # type: ignore[import-not-found]  # not a dependency
+    except ImportError as error:
+        raise FeatureNotAvailable(f"optimizer.type {name} needs the package mup", hint="pip install mup") from error
+    made: Optimizer = getattr(mup, name)(params, **options)
+    return made
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _refuse_auto(options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if value == "auto":
+            raise ConfigurationError(
+                f'optimizer.params.{key} is "auto", which only a trainer fills in', hint="write a number", key=key
+            )
+
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.engine_setup import make_engine
-from torsh_distributed.migrate.deepspeed.initialize_config import find_config, settings_of
+from torsh_distributed.migrate.deepspeed.engine_setup import find_config, make_engine, settings_of
 from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_engine import make_pipeline_engine
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
-from torsh_distributed.migrate.deepspeed.pipe.pipeline_setup import make_pipeline_engine
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 
 

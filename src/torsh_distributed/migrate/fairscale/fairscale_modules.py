@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from torsh_distributed.migrate.fairscale.model_parallel import parallel_groups, split_layers
+from torsh_distributed.migrate.fairscale import model_parallel
 from torsh_distributed.migrate.fairscale.nn import auto_wrap, fairscale_fsdp, sharded_ddp
-from torsh_distributed.migrate.fairscale.nn.checkpoint_wrapper import checkpoint_wrapper
-from torsh_distributed.migrate.fairscale.optim import adascale, oss, sharded_scaler
+from torsh_distributed.migrate.fairscale.optim import adascale, oss
 from torsh_distributed.migrate.fairscale.pipe import balance_by, device_pipe, skip_connections
 
 VERSION = "0.4.13"
@@ -56,18 +55,18 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
     pipe = _public(device_pipe, "Pipe", "is_checkpointing", "is_recomputing")
     balance = _public(balance_by, "balance_by_time", "balance_by_size")
     scalers = {
-        "GradScaler": sharded_scaler.HalfGradScaler,
-        "ShardedGradScaler": sharded_scaler.ShardedGradScaler,
+        "GradScaler": oss.HalfGradScaler,
+        "ShardedGradScaler": oss.ShardedGradScaler,
     }
     scaling = _public(adascale, "AdaScale", "AdaScaleWrapper")
     recomputing = {
-        "checkpoint_wrapper": checkpoint_wrapper,
+        "checkpoint_wrapper": auto_wrap.checkpoint_wrapper,
         **_public(device_pipe, "is_checkpointing", "is_recomputing"),
     }
     found: dict[str, dict[str, Any]] = {
         "fairscale": {"__version__": VERSION, "__version_tuple__": tuple(map(int, VERSION.split(".")))},
         "fairscale.nn": {
-            "checkpoint_wrapper": checkpoint_wrapper,
+            "checkpoint_wrapper": auto_wrap.checkpoint_wrapper,
             "FullyShardedDataParallel": fairscale_fsdp.FairscaleFsdp,
             **sharded,
             "Pipe": device_pipe.Pipe,
@@ -89,7 +88,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
             "pop": skip_connections.PopCall,
             "Namespace": skip_connections.SkipNamespace,
         },
-        "fairscale.optim": {"OSS": oss.OSS, "GradScaler": sharded_scaler.HalfGradScaler, **scaling},
+        "fairscale.optim": {"OSS": oss.OSS, "GradScaler": oss.HalfGradScaler, **scaling},
         "fairscale.optim.oss": {"OSS": oss.OSS},
         "fairscale.optim.adascale": scaling,
         "fairscale.optim.grad_scaler": scalers,
@@ -102,21 +101,25 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
 
 def _split_models() -> dict[str, dict[str, Any]]:
     """`fairscale.nn.model_parallel`, as Llama's reference code imports it."""
-    groups = {name: value for name, value in vars(parallel_groups).items() if "parallel" in name and callable(value)}
+    groups = {
+        name: value
+        for name, value in vars(model_parallel).items()
+        if callable(value) and name.startswith(("initialize_", "destroy_", "get_", "model_parallel_is"))
+    }
     layers = {
-        "ColumnParallelLinear": split_layers.FairscaleColumnLinear,
-        "RowParallelLinear": split_layers.FairscaleRowLinear,
-        "ParallelEmbedding": split_layers.FairscaleNarrowEmbedding,
-        "VocabParallelEmbedding": split_layers.VocabParallelEmbedding,
+        "ColumnParallelLinear": model_parallel.FairscaleColumnLinear,
+        "RowParallelLinear": model_parallel.FairscaleRowLinear,
+        "ParallelEmbedding": model_parallel.FairscaleNarrowEmbedding,
+        "VocabParallelEmbedding": model_parallel.VocabParallelEmbedding,
     }
     mappings = _public(
-        split_layers,
+        model_parallel,
         "copy_to_model_parallel_region",
         "gather_from_model_parallel_region",
         "reduce_from_model_parallel_region",
         "scatter_to_model_parallel_region",
     )
-    loss = _public(split_layers, "vocab_parallel_cross_entropy")
+    loss = _public(model_parallel, "vocab_parallel_cross_entropy")
     root = "fairscale.nn.model_parallel"
     return {
         root: {**groups, **layers, **mappings},

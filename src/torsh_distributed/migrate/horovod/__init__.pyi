@@ -25,15 +25,18 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import allgather_
 from torsh_distributed.migrate.horovod.collectives.async_calls import allreduce_async as allreduce_async
 from torsh_distributed.migrate.horovod.collectives.async_calls import allreduce_async_ as allreduce_async_
 from torsh_distributed.migrate.horovod.collectives.async_calls import alltoall_async as alltoall_async
+from torsh_distributed.migrate.horovod.collectives.async_calls import barrier as barrier
 from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_async as broadcast_async
 from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_async_ as broadcast_async_
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allgather_async as grouped_allgather_async
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allreduce_async as grouped_allreduce_async
+from torsh_distributed.migrate.horovod.collectives.async_calls import join as join
 from torsh_distributed.migrate.horovod.collectives.async_calls import reducescatter_async as reducescatter_async
+from torsh_distributed.migrate.horovod.collectives.async_calls import sparse_allreduce_async as sparse_allreduce_async
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compression as Compression
-from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object as allgather_object
-from torsh_distributed.migrate.horovod.collectives.object_calls import broadcast_object as broadcast_object
+from torsh_distributed.migrate.horovod.collectives.object_encoding import allgather_object as allgather_object
 from torsh_distributed.migrate.horovod.collectives.object_encoding import allow_objects as allow_objects
+from torsh_distributed.migrate.horovod.collectives.object_encoding import broadcast_object as broadcast_object
 from torsh_distributed.migrate.horovod.collectives.operation_submission import poll as poll
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize as synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum as Adasum
@@ -42,7 +45,6 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import Max as
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Min as Min
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Product as Product
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Sum as Sum
-from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async as sparse_allreduce_async
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allgather as allgather
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allreduce as allreduce
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allreduce_ as allreduce_
@@ -54,8 +56,6 @@ from torsh_distributed.migrate.horovod.collectives.sync_calls import grouped_all
 from torsh_distributed.migrate.horovod.collectives.sync_calls import grouped_allreduce_ as grouped_allreduce_
 from torsh_distributed.migrate.horovod.collectives.sync_calls import grouped_reducescatter as grouped_reducescatter
 from torsh_distributed.migrate.horovod.collectives.sync_calls import reducescatter as reducescatter
-from torsh_distributed.migrate.horovod.collectives.waiting_calls import barrier as barrier
-from torsh_distributed.migrate.horovod.collectives.waiting_calls import join as join
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError as HorovodInternalError
 from torsh_distributed.migrate.horovod.horovod_errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from torsh_distributed.migrate.horovod.launching.function_run import run as run

@@ -11,7 +11,7 @@ from torsh_distributed.migrate import horovod as surface
 from torsh_distributed.migrate.horovod import basics, elastic, mpi_ops, process_sets, state_broadcast
 from torsh_distributed.migrate.horovod.collectives import (
     horovod_compression,
-    object_calls,
+    object_encoding,
 )
 from torsh_distributed.migrate.horovod.elastic import elastic_run, elastic_sampler, elastic_state, state_handlers
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -72,7 +72,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         ),
         "horovod.torch.functions": {
             **_public(state_broadcast, "broadcast_parameters", "broadcast_optimizer_state"),
-            **_public(object_calls, "broadcast_object", "allgather_object"),
+            **_public(object_encoding, "broadcast_object", "allgather_object"),
         },
         "horovod.torch.optimizer": _public(horovod_optimizer, "DistributedOptimizer"),
         "horovod.torch.sync_batch_norm": _public(sync_batch_norm, "SyncBatchNorm"),

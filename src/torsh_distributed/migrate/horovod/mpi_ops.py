@@ -32,17 +32,19 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import (
     allreduce_async,
     allreduce_async_,
     alltoall_async,
+    barrier,
     broadcast_async,
     broadcast_async_,
     grouped_allgather_async,
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter_async,
+    join,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from torsh_distributed.migrate.horovod.collectives.operation_submission import poll, synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum, Average, Max, Min, Product, Sum
-from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async
 from torsh_distributed.migrate.horovod.collectives.sync_calls import (
     allgather,
     allreduce,
@@ -56,7 +58,6 @@ from torsh_distributed.migrate.horovod.collectives.sync_calls import (
     grouped_reducescatter,
     reducescatter,
 )
-from torsh_distributed.migrate.horovod.collectives.waiting_calls import barrier, join
 from torsh_distributed.migrate.horovod.process_sets import global_process_set, process_sets_by_id
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.world_state import JoinedSet, RegisteredSet, WorldState, is_up, world
 

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_async_
-from torsh_distributed.migrate.horovod.collectives.object_calls import broadcast_object
+from torsh_distributed.migrate.horovod.collectives.object_encoding import broadcast_object
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set
 from torsh_distributed.migrate.horovod.world_state import world

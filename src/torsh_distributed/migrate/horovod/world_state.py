@@ -10,8 +10,7 @@ from typing import Any
 
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import Request
+from torsh_distributed.migrate.horovod.negotiation.request import PendingOp, Request
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 

@@ -29,12 +29,8 @@ from tests.migrate.deepspeed.checkpoints.making import (
 from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from torsh_distributed.cli.app import app
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed import (
-    fp32_weights,
-    load_deepspeed,
-    open_checkpoint,
-    write_weights,
-)
+from torsh_distributed.migrate.deepspeed import fp32_weights, load_deepspeed, open_checkpoint, write_weights
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import find_files
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
 
@@ -266,3 +262,15 @@ def test_another_optimizer_is_refused_and_the_model_alone_loads(world: World, re
     ((text, weight),) = world.run(_load_wrongly, str(real.directory / "2-fp32"), num_ranks=1)
     assert "an optimizer with other parameters or groups" in text
     assert torch.equal(weight, real.made[0]["2-fp32"].weights["middle.weight"])
+
+
+def test_a_checkpoint_of_ours_is_not_taken_for_a_damaged_one_of_theirs(tmp_path: Path) -> None:
+    tag = tmp_path / "global_step6"
+    tag.mkdir()
+    (tmp_path / "latest").write_text(tag.name)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of DeepSpeed"):
+        find_files(tmp_path)
+    (tag / "step-00000006").mkdir()
+    with pytest.raises(CheckpointError, match="a checkpoint of this library already") as caught:
+        find_files(tmp_path)
+    assert "torsh checkpoint export" in str(caught.value.hint)

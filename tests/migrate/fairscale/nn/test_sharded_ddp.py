@@ -14,8 +14,7 @@ from torch.optim import SGD, Adam
 from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.fairscale.nn.sharded_ddp import ShardedDataParallel
-from torsh_distributed.migrate.fairscale.optim.oss import OSS
-from torsh_distributed.migrate.fairscale.optim.sharded_scaler import ShardedGradScaler
+from torsh_distributed.migrate.fairscale.optim.oss import OSS, ShardedGradScaler
 
 
 class Net(nn.Module):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from torsh_distributed.migrate.horovod.negotiation.outbox import Outbox
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request
 
 LONG_S = 3600.0
 

@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.flat_pieces import Shapes
 from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import load_safely
-from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import STEP, NamedState, scalar_step, whole_tensor
+from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import (
+    STEP,
+    NamedState,
+    Shapes,
+    scalar_step,
+    whole_tensor,
+)
 from torsh_distributed.migrate.foreign_state import PiecedTensor
 
 _MASTER = "fp32"

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed.config.auto_values import fill
-from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle, resolve_batch
-from torsh_distributed.migrate.deepspeed.config.config_file import ConfigSource, read_config
+from torsh_distributed.migrate.deepspeed.config.hjson_format import ConfigSource, read_config
 from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN
 from torsh_distributed.migrate.deepspeed.config.setting import problems_in
 from torsh_distributed.migrate.deepspeed.config.translation import Translation
-from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import translate_batch
+from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import (
+    BatchTriangle,
+    resolve_batch,
+    translate_batch,
+)
 from torsh_distributed.migrate.deepspeed.config.translators.mesh_keys import translate_mesh
 from torsh_distributed.migrate.deepspeed.config.translators.number_formats import translate_precision
 from torsh_distributed.migrate.deepspeed.config.translators.optimizer_keys import translate_optimizer
@@ -134,3 +138,16 @@ def _running_world() -> int | None:
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return int(torch.distributed.get_world_size())
+
+
+_TOLD_BY = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps"}
+
+
+def looks_like(document: Mapping[str, Any]) -> bool:
+    """Whether a parsed file is a DeepSpeed config, by the names at its top."""
+    return bool(_TOLD_BY & document.keys()) and sum(name in KNOWN.settings for name in document) * 2 > len(document)
+
+
+def translate(path: Path, **options: Any) -> tuple[Plan, MigrationReport]:
+    """The plan of the file, and the report on it."""
+    return from_deepspeed(path, **options)

@@ -1,1 +1,1 @@
-"""`deepspeed.pipe`: models as lists of layers, on our pipeline. `layer_specs` first, then `pipeline_module`."""
+"""`deepspeed.pipe`: models as lists of layers, on our pipeline. `pipeline_module` first, then `pipeline_engine`."""

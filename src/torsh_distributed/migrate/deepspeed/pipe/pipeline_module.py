@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,15 +13,131 @@ from torch.utils.checkpoint import checkpoint as recompute
 from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.initialize_group import ensure_group
-from torsh_distributed.migrate.deepspeed.pipe.layer_specs import FunctionLayer, LayerSpec, TiedLayerSpec, TiedUse
 from torsh_distributed.migrate.deepspeed.pipe.rank_topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     ProcessTopology,
 )
-from torsh_distributed.migrate.deepspeed.pipe.stage_partition import partition_layers
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The first item of each part, and the number of items at the end; the first parts take what is left over."""
+    size, rest = divmod(num_items, num_parts)
+    return [0, *itertools.accumulate(size + (part < rest) for part in range(num_parts))]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """As `partition_uniform`, with parts whose heaviest and lightest differ least.
+
+    For every number of items and parts the best cut so far is kept with its heaviest and lightest part; of equally good
+    cuts the one with the shorter last part wins.
+    """
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    sums = [0.0, *itertools.accumulate(weights)]
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, float("inf"), [0])}
+    for parts in range(1, num_parts + 1):
+        for end in range(parts, len(weights) + 1):
+            spread = float("inf")
+            for start in range(end):
+                before = best.get((start, parts - 1))
+                if before is None:
+                    continue
+                last = sums[end] - sums[start]
+                heaviest, lightest = max(before[0], last), min(before[1], last)
+                if heaviest - lightest <= spread:
+                    spread = heaviest - lightest
+                    best[end, parts] = (heaviest, lightest, [*before[2], end])
+    return best[len(weights), num_parts][2]
+
+
+def partition_layers(method: str, names: Sequence[str], num_params: Sequence[int], num_stages: int) -> list[int]:
+    """The first layer of each stage and the number of layers; `names` are the layers' classes."""
+    chosen = method.lower()
+    require(
+        len(names) >= num_stages,
+        f"{len(names)} layers do not fill {num_stages} stages",
+        hint="lower num_stages, or cut the model into more layers",
+    )
+    if chosen == "uniform":
+        return partition_uniform(len(names), num_stages)
+    if chosen in ("parameters", "best"):
+        return partition_balanced(num_params, num_stages)
+    if chosen.startswith("type:"):
+        pattern = re.compile(method.partition(":")[2], re.IGNORECASE)
+        weights = [int(bool(pattern.search(name))) for name in names]
+        if not any(weights):
+            raise RuntimeError(f"Partitioning '{pattern.pattern}' found no valid layers to partition.")
+        return partition_balanced(weights, num_stages)
+    raise InvalidArgument(
+        f"Partitioning method {method} not implemented.", hint="use uniform, parameters or type:PATTERN", method=method
+    )
+
+
+class LayerSpec:
+    """A layer's class and its arguments; `build()` makes it."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise RuntimeError(  # noqa: TRY004 (DeepSpeed raises this one)
+                "LayerSpec only supports torch.nn.Module types."
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """The layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its weights with the others of the same `key`; `forward_fn(layer, inputs)` replaces its
+    forward."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class TiedUse(nn.Module):
+    """One use of a layer that stands at several places: a module of its own around the shared one."""
+
+    def __init__(self, layer: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self._forward_fn = forward_fn
+
+    @override
+    def forward(self, inputs: Any) -> Any:
+        return self.layer(inputs) if self._forward_fn is None else self._forward_fn(self.layer, inputs)
+
+
+class FunctionLayer(nn.Module):
+    """A function among the layers."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    @override
+    def forward(self, inputs: Any) -> Any:
+        return self._function(inputs)
 
 
 class PipelineModule(nn.Module):

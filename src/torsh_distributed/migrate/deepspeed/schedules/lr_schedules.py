@@ -9,8 +9,12 @@ from typing import Any
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed.schedules.base import BatchSchedule
 from torsh_distributed.migrate.deepspeed.schedules.one_cycle import OneCycle
-from torsh_distributed.migrate.deepspeed.schedules.range_test import LRRangeTest
-from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import (
+    LRRangeTest,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 from torsh_distributed.plan.problems import did_you_mean
 
 SCHEDULES: dict[str, type[BatchSchedule]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from torsh_distributed.migrate.deepspeed.config.config_file import read_config
+from torsh_distributed.migrate.deepspeed.config.hjson_format import read_config
 
 _settings: dict[str, Any] = {}
 _DEFAULTS = {"cpu_checkpointing": False, "partition_activations": False, "contiguous_memory_optimization": False}

@@ -13,16 +13,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
+from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import BatchTriangle
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
 from torsh_distributed.migrate.deepspeed.training.engine_saving import EngineSaving
 from torsh_distributed.migrate.deepspeed.training.master_weights import move_state
-from torsh_distributed.migrate.deepspeed.training.microbatch_loop import MicrobatchLoop
+from torsh_distributed.migrate.deepspeed.training.microbatch_loop import MicrobatchLoop, batch_loader
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.setting_methods import SettingMethods
-from torsh_distributed.migrate.deepspeed.training.training_data import batch_loader
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.train.engine import Engine
 

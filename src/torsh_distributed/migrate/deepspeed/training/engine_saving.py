@@ -14,8 +14,7 @@ from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import TaggedCheckpoints
-from torsh_distributed.migrate.deepspeed.zero.whole_between_steps import WholeBetweenSteps
-from torsh_distributed.migrate.deepspeed.zero.whole_weights import frozen_names, whole_weights
+from torsh_distributed.migrate.deepspeed.zero.whole_between_steps import WholeBetweenSteps, frozen_names, whole_weights
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.train.engine import Engine
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
+from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import BatchTriangle
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.plan import Plan
 

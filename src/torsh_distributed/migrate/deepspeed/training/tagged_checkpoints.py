@@ -26,7 +26,7 @@ from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import Chec
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
-from torsh_distributed.migrate.deepspeed.zero.whole_weights import whole_weights
+from torsh_distributed.migrate.deepspeed.zero.whole_between_steps import whole_weights
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.train.checkpointing import EngineCheckpoints
 from torsh_distributed.train.engine import Engine

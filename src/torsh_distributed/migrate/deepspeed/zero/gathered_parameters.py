@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.migrate.deepspeed.config.config_file import read_config
+from torsh_distributed.migrate.deepspeed.config.hjson_format import read_config
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
-from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of, trained_param
-from torsh_distributed.migrate.deepspeed.zero.zero_params import make_sharded, make_whole
+from torsh_distributed.migrate.deepspeed.zero.param_access import make_sharded, make_whole, owner_of, trained_param
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
+
+_ATTRIBUTE = "_external_params"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say, before `initialize`, that `module` uses a parameter of another one."""
+    module.__dict__.setdefault(_ATTRIBUTE, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take it back."""
+    known = module.__dict__.get(_ATTRIBUTE, [])
+    known[:] = [one for one in known if one is not parameter]
+
+
+def external_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """By module, the modules that have the parameters it registered; before the model is sharded."""
+    owners = {
+        id(param): name
+        for name, module in model.named_modules()
+        for param in module._parameters.values()
+        if param is not None
+    }
+    return {
+        module: [owners[id(param)] for param in module.__dict__[_ATTRIBUTE] if id(param) in owners]
+        for module in model.modules()
+        if module.__dict__.get(_ATTRIBUTE)
+    }
+
+
+def gather_external(model: nn.Module, externals: dict[nn.Module, list[str]]) -> None:
+    """From now on these modules find the parameters whole in their forward; after the model is sharded."""
+    for module, names in externals.items():
+        for name in names:
+            piece = _piece_of(model, name)
+            if piece is not None:
+                module.register_forward_pre_hook(_unshard(piece))
+
+
+def _piece_of(model: nn.Module, name: str) -> FSDPModule | None:
+    """What is gathered together with a module: the nearest sharded one around it."""
+    while True:
+        found = model.get_submodule(name)
+        if isinstance(found, FSDPModule):
+            return found
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def _unshard(piece: FSDPModule) -> Callable[..., Any]:
+    def gather(*_: object) -> None:
+        piece.unshard()
+
+    return gather
+
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.pipe.stage_partition import partition_uniform
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import partition_uniform
 
 
 class TiledLinear(nn.Module):

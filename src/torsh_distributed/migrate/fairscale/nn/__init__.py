@@ -1,1 +1,1 @@
-"""FairScale's wrappers: `sharded_ddp` beside OSS, `fairscale_fsdp` on FSDP2, `auto_wrap`, `checkpoint_wrapper`."""
+"""FairScale's wrappers: `sharded_ddp` beside OSS, `fairscale_fsdp` on FSDP2, `auto_wrap`."""

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.fairscale.nn import local_state_files
 from torsh_distributed.migrate.fairscale.nn.fsdp_arguments import FairscaleFsdpArguments
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.local_tensors import local_of
@@ -26,6 +25,69 @@ from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.torch_internals import tree_map_only
+
+
+@torch.no_grad()
+def write_part(full: Tensor, shard: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into its shard."""
+    part = part_of(full, shard)
+    assert isinstance(part, DTensor), "sharded as its parameter"
+    assert isinstance(shard, DTensor), "a parameter that FSDP2 has sharded"
+    shard.to_local().copy_(part.to_local())
+
+
+def joined(weights: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The whole state from the shards of all ranks, in order of rank, and the whole shapes."""
+    if not weights or len(weights) != len(metadata):
+        raise InvalidArgument(
+            "the shards and the metadata of every rank are needed",
+            num_shards=len(weights),
+            num_metadata=len(metadata),
+        )
+    shapes = metadata[0]
+    state = {}
+    for name, value in weights[0].items():
+        if name not in shapes:
+            state[name] = value
+            continue
+        rows = torch.cat([one[name] for one in weights if one[name].numel()])
+        if tuple(rows.shape) != tuple(shapes[name]):
+            raise InvalidArgument(
+                f"the shards of {name} do not make the whole",
+                hint="pass the shards of all ranks of one run, in order of rank",
+                found=tuple(rows.shape),
+                whole=tuple(shapes[name]),
+            )
+        state[name] = rows
+    return state
+
+
+def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole tensors on the CPU; every rank calls this."""
+    saved = optimizer.state_dict()
+    state = {
+        index: {key: whole(value).cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
+        for index, values in saved["state"].items()
+    }
+    return {"state": state, "param_groups": saved["param_groups"]}
+
+
+def optimizer_part(full: Mapping[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """This rank's part of a whole optimizer state over these parameters."""
+    order = [index for group in full["param_groups"] for index in group["params"]]
+    if len(order) != len(params):
+        raise InvalidArgument(
+            "the saved optimizer state is of another model", saved=len(order), num_parameters=len(params)
+        )
+    like = dict(zip(order, params, strict=True))
+    state = {
+        index: {
+            key: part_of(value, like[index]) if isinstance(value, Tensor) else value for key, value in values.items()
+        }
+        for index, values in full["state"].items()
+    }
+    return {"state": state, "param_groups": full["param_groups"]}
+
 
 _INNER = "_fsdp_wrapped_module"
 
@@ -170,7 +232,7 @@ class FairscaleFsdp(nn.Module):
             for owner, name, param, full in held:
                 owner._parameters[name] = param
                 if keeps_changes:
-                    local_state_files.write_part(full.detach(), param)
+                    write_part(full.detach(), param)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -218,11 +280,11 @@ class FairscaleFsdp(nn.Module):
         shard_weights: Sequence[Mapping[str, Tensor]], shard_metadata: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
         """The whole state from the `local_state_dict` and `local_metadata_dict` of all ranks, without any of them."""
-        return local_state_files.joined(shard_weights, shard_metadata)
+        return joined(shard_weights, shard_metadata)
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """The optimizer's state with whole tensors, on one rank or (None) on all; every rank calls this."""
-        full = local_state_files.whole_optimizer_state(optim)
+        full = whole_optimizer_state(optim)
         return full if recipient_rank in (None, self.rank) else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +292,7 @@ class FairscaleFsdp(nn.Module):
 
         Its parameters are numbered in the order of `parameters()`.
         """
-        return local_state_files.optimizer_part(full_optim_state_dict, list(self.parameters()))
+        return optimizer_part(full_optim_state_dict, list(self.parameters()))
 
     @contextmanager
     def _as_shards(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,45 @@ from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.reductions import reduce
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.fairscale.nn.gradient_buckets import OwnedBucket, plan_owned_buckets
 from torsh_distributed.migrate.fairscale.optim.oss import OSS
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.models.same_model import check_same_model
+
+
+@dataclass(frozen=True)
+class OwnedBucket:
+    """Parameters of one owner, dtype and device whose gradients travel in one message."""
+
+    owner: int
+    """The rank in the group that gets the mean."""
+    params: tuple[nn.Parameter, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        return [param.numel() for param in self.params]
+
+
+def plan_owned_buckets(
+    params: Sequence[nn.Parameter], owner_of: Callable[[nn.Parameter], int], max_numel: int
+) -> list[OwnedBucket]:
+    """Buckets of at most `max_numel` elements, in the order in which backward is expected to complete them.
+
+    The order is the same on all ranks, as it follows the parameters' own, backwards. A larger gradient travels alone;
+    0 lets every gradient travel alone.
+    """
+    filling: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    done: list[OwnedBucket] = []
+    for param in reversed(params):
+        kind = (owner_of(param), param.dtype, param.device)
+        inside = filling.setdefault(kind, [])
+        if inside and sum(one.numel() for one in inside) + param.numel() > max_numel:
+            done.append(OwnedBucket(kind[0], tuple(inside)))
+            inside = filling[kind] = []
+        inside.append(param)
+    done += [OwnedBucket(owner, tuple(inside)) for (owner, _, _), inside in filling.items() if inside]
+    return done
+
 
 _log = logging.getLogger(__name__)
 

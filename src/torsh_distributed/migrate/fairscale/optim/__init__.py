@@ -1,1 +1,1 @@
-"""FairScale's optimizers: `oss` shards the state, `adascale` scales the learning rate, `sharded_scaler` the loss."""
+"""FairScale's optimizers: `oss` shards the state and scales the loss, `adascale` scales the learning rate."""

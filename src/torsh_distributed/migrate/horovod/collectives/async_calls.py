@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, repeat_reduction, submit
+from torsh_distributed.migrate.horovod.collectives.operation_submission import (
+    all_results,
+    repeat_reduction,
+    submit,
+    synchronize,
+)
 from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Adasum,
     Average,
@@ -17,8 +23,45 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Sum,
     chosen_reduction,
 )
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind
-from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, world_rank_of
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request
+from torsh_distributed.migrate.horovod.process_sets import (
+    ProcessSet,
+    global_process_set,
+    registered_set,
+    set_ranks,
+    set_size,
+    world_rank_of,
+)
+from torsh_distributed.migrate.horovod.world_state import world
+
+_CALLS_BETWEEN_JOINS = 10**12
+"""More than there are: unnamed operations before and after a join never have the same number."""
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called this. Operations in flight do not hold it up."""
+    synchronize(submit(OpKind.BARRIER, [], "all", process_set, finish=_nothing))
+
+
+def _nothing(_: list[Any]) -> None:
+    return None
+
+
+def join(device: int = -1) -> int:
+    """Take part in the all-reduces of the other ranks, with zeros, until every rank has called this.
+
+    For ranks that run out of data first. Means are still over all ranks. Returns the rank that came last. `device` is
+    Horovod's: zeros are made on the device of the operation.
+    """
+    joined = registered_set(global_process_set)
+    op = PendingOp(Request("join", OpKind.JOIN), [])
+    joined.engine.submit(op)
+    last = joined.engine.wait(op)
+    # Ranks have made different numbers of calls; from here on they make the same again.
+    joined.num_joins += 1
+    joined.unnamed = itertools.count(joined.num_joins * _CALLS_BETWEEN_JOINS)
+    return world().members.index(last)
+
 
 # --- allreduce ------------------------------------------------------------------------------------------------
 
@@ -284,3 +327,30 @@ def _scatter(
         label="grouped_reducescatter" if is_group else "reducescatter",
         **options,
     )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReductionName = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Sum or average a sparse tensor; returns a function that waits and returns the sparse result."""
+    if not tensor.is_sparse:
+        raise InvalidArgument("sparse_allreduce_async takes a sparse tensor", hint="call allreduce_async")
+    if op not in (Average, Sum):
+        raise InvalidArgument("sparse tensors can be summed or averaged", op=str(op))
+    compact = tensor.detach() if tensor.is_coalesced() else tensor.detach().coalesce()
+    indices = allgather_async(
+        compact.indices().t().contiguous(), None if name is None else f"{name}.indices", process_set
+    )
+    values = allgather_async(compact.values().contiguous(), None if name is None else f"{name}.values", process_set)
+    divisor = set_size(process_set) if op == Average else 1
+
+    def wait() -> Tensor:
+        all_indices, all_values = synchronize(indices), synchronize(values)
+        if divisor > 1:
+            all_values = all_values / divisor
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)
+
+    return wait

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.reduction_names import MOVED_DTYPES, REDUCED_DTYPES
-from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts, PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, OpKind, Request
+from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, BucketFacts, OpKind, PendingOp, Request
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, registered_set
 from torsh_distributed.migrate.horovod.world_state import world
 

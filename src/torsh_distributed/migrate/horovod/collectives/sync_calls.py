@@ -22,11 +22,11 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import (
     grouped_reducescatter_async,
     reducescatter_async,
 )
-from torsh_distributed.migrate.horovod.collectives.codec_means import submit_codec_mean
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
     CodecCompressor,
     Compression,
     Compressor,
+    submit_codec_mean,
 )
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum, chosen_reduction

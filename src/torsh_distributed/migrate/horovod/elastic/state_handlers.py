@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object, broadcast_object
+from torsh_distributed.migrate.horovod.collectives.object_encoding import allgather_object, broadcast_object
 from torsh_distributed.migrate.horovod.elastic.elastic_sampler import ElasticSampler
 from torsh_distributed.migrate.horovod.state_broadcast import (
     broadcast_optimizer_state,

@@ -1,4 +1,9 @@
-"""Carries out agreed operations on the group of a process set, on the engine's thread."""
+"""Carries out agreed operations on the group of a process set, on the engine's thread.
+
+Adasum adds gradients so that parallel ones count once and orthogonal ones in full.
+Of two vectors a and b it is (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b; of more ranks, pairs of pairs. Every rank
+gathers all vectors and folds them in the same order, so all get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,30 @@ from torsh_distributed.comm.collectives.moves import all_gather_single, all_to_a
 from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_scatter_single
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
-from torsh_distributed.migrate.horovod.negotiation.adasum import adasum
-from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import PackedStep
 from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
 from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request, RequestFlags
 from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
+
+
+def adasum(vectors: list[Tensor]) -> Tensor:
+    """Fold vectors of one shape; their number is a power of two. Products are taken in float64."""
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        # Neighbours first, as in recursive doubling: (0, 1), (2, 3), …
+        vectors = [_pair(vectors[2 * index], vectors[2 * index + 1]) for index in range(half)]
+    return vectors[0]
+
+
+def _pair(first: Tensor, second: Tensor) -> Tensor:
+    a, b = first.double().flatten(), second.double().flatten()
+    dot, norm_a, norm_b = torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)
+    # A zero vector adds nothing, and the other one then counts in full.
+    share_a = torch.where(norm_a > 0, 1 - dot / (2 * norm_a.clamp(min=torch.finfo(torch.float64).tiny)), 1.0)
+    share_b = torch.where(norm_b > 0, 1 - dot / (2 * norm_b.clamp(min=torch.finfo(torch.float64).tiny)), 1.0)
+    return (share_a * a + share_b * b).to(first.dtype).view_as(first)
+
 
 _FOLDS = {"Sum": ReduceOp.SUM, "Min": ReduceOp.MIN, "Max": ReduceOp.MAX, "Product": ReduceOp.PRODUCT}
 _BOOL_FOLDS = {"Sum": ReduceOp.MAX, "Max": ReduceOp.MAX, "Min": ReduceOp.MIN, "Product": ReduceOp.MIN}

@@ -25,17 +25,17 @@ from torsh_distributed import events
 from torsh_distributed.comm.groups.abort import abort, forget_group
 from torsh_distributed.errors import InvalidArgument, TorshError
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
-from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import AnswerReader, AnswerWriter
-from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep
-from torsh_distributed.migrate.horovod.negotiation.answers.request_table import RequestTable
-from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
-from torsh_distributed.migrate.horovod.negotiation.bucket_reports import report_buckets
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import AnswerReader, AnswerWriter, PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import (
+    NumberGiver,
+    RequestNumbers,
+    RequestTable,
+)
 from torsh_distributed.migrate.horovod.negotiation.control_links import ControlLink, LinkLost, connect_members
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
 from torsh_distributed.migrate.horovod.negotiation.group_operations import GroupOperations
-from torsh_distributed.migrate.horovod.negotiation.outbox import Outbox
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import Request, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.outbox import Outbox, report_buckets
+from torsh_distributed.migrate.horovod.negotiation.request import PendingOp, Request, request_from_wire
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from torsh_distributed import known_variables
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.horovod.collectives.async_calls import sparse_allreduce_async
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compressor
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
-from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
 from torsh_distributed.migrate.horovod.training.reduction_buckets import (

@@ -16,18 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.migrate.horovod.collectives.codec_means import submit_codec_mean
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
     CastCompressor,
     CodecCompressor,
     Compressor,
     NoneCompressor,
+    submit_codec_mean,
 )
 from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit, synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
-from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
+from torsh_distributed.migrate.horovod.negotiation.request import BucketFacts, OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet
 from torsh_distributed.migrate.horovod.world_state import is_up
 from torsh_distributed.parallel.torch_internals import _foreach_copy_

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp, RequestTable
-from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import NumberGiver, ReadyOp, RequestTable
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
 
 

@@ -1,1 +1,0 @@
-"""Command lines of DeepSpeed's launcher; imports no torch."""

@@ -1,1 +1,0 @@
-"""`deepspeed.ops`: optimizers under DeepSpeed's names, without its C++."""

@@ -1,1 +1,0 @@
-"""FairScale's layers for split models: `parallel_groups` lays ranks out, `split_layers` is what Llama imports."""
