@@ -374,3 +374,8 @@ def _translated(error: Exception, context: dict[str, Any]) -> TorshError | None:
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line; its type if it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def missing_extra(extra: str, what: str) -> FeatureNotAvailable:
+    """The error for a package of an extra that is not installed; `what` needs it."""
+    return FeatureNotAvailable(f"{what} needs a package", hint=f'pip install "torsh-distributed[{extra}]"', extra=extra)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
+from torsh_distributed.observe.metrics import gpu_sensors
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.needs_library("pynvml")
 def test_the_driver_tells_what_it_measures() -> None:
     readings = GpuSensors().read()
     assert readings
@@ -19,6 +23,20 @@ def test_the_driver_tells_what_it_measures() -> None:
     assert readings[0].celsius is None or 5 < readings[0].celsius < 120
     assert readings[0].limit_celsius is None or 60 < readings[0].limit_celsius < 130
     assert readings[0].uncorrected_errors in (None, 0), "a GPU with broken memory"
+
+
+def test_a_driver_without_the_package_says_what_to_install_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu_sensors, "_DRIVER", tmp_path / "version")
+    assert GpuSensors().read() == [], "no driver, no GPU"
+    (tmp_path / "version").touch()
+    sensors = MachineSensors(interval_s=0.0)
+    for _ in range(3):
+        sensors.read(RankMetrics())
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert 'pip install "torsh-distributed[gpu]"' in said
 
 
 def test_the_machine_is_read_and_what_is_absent_is_absent() -> None:

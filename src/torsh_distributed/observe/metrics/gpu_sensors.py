@@ -1,16 +1,17 @@
-"""Readings of NVIDIA GPUs through NVML, the driver's own library, called directly: no package is needed."""
+"""Readings of NVIDIA GPUs through NVML, the driver's own library, by NVIDIA's package for it."""
 
 from __future__ import annotations
 
-import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_LIBRARY = "libnvidia-ml.so.1"
-_TEMPERATURE_OF_GPU = 0
-_SLOWDOWN = 1
-_SINCE_LOADED = 0
-_CORRECTED, _UNCORRECTED = 0, 1
+from torsh_distributed.errors import missing_extra
+
+_log = logging.getLogger(__name__)
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,82 +34,67 @@ class GpuReading:
     """Since the driver was loaded."""
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
 class GpuSensors:
     """The GPUs of this node; none if there is no driver. Opened at the first reading."""
 
     def __init__(self) -> None:
-        self._library: ctypes.CDLL | None = None
-        self._handles: list[ctypes.c_void_p] | None = None
+        self._handles: dict[int, Any] | None = None
 
     def read(self) -> list[GpuReading]:
-        """A reading of every GPU."""
+        """A reading of every GPU. Raises FeatureNotAvailable where there is a driver and not the package."""
         if self._handles is None:
-            self._handles = self._open()
-        return [self._read_one(index, handle) for index, handle in enumerate(self._handles)]
-
-    def _open(self) -> list[ctypes.c_void_p]:
-        try:
-            library = ctypes.CDLL(_LIBRARY)
-        except OSError:  # no driver: no GPU of this kind
-            return []
-        self._library = library
-        count = ctypes.c_uint()
-        if library.nvmlInit_v2() != 0 or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        handles = []
-        for index in range(count.value):
-            handle = ctypes.c_void_p()
-            if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
-                handles.append(handle)
-        return handles
-
-    def _read_one(self, index: int, handle: ctypes.c_void_p) -> GpuReading:
-        library = self._library
-        assert library is not None, "a handle comes from the library"
-        use, memory = _Utilization(), _Memory()
-        has_use = library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0
-        has_memory = library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-        celsius = ctypes.c_uint()
-        has_celsius = (
-            library.nvmlDeviceGetTemperature(handle, ctypes.c_uint(_TEMPERATURE_OF_GPU), ctypes.byref(celsius)) == 0
-        )
-        limit = ctypes.c_uint()
-        has_limit = (
-            library.nvmlDeviceGetTemperatureThreshold(handle, ctypes.c_uint(_SLOWDOWN), ctypes.byref(limit)) == 0
-        )
-        milliwatts = _number(library.nvmlDeviceGetPowerUsage, handle, ctypes.c_uint())
-        millijoules = _number(library.nvmlDeviceGetTotalEnergyConsumption, handle, ctypes.c_ulonglong())
-        return GpuReading(
-            index=index,
-            utilization=use.gpu / 100 if has_use else None,
-            used_bytes=memory.used if has_memory else None,
-            total_bytes=memory.total if has_memory else None,
-            celsius=celsius.value if has_celsius else None,
-            limit_celsius=limit.value if has_limit else None,
-            corrected_errors=self._memory_errors(handle, _CORRECTED),
-            uncorrected_errors=self._memory_errors(handle, _UNCORRECTED),
-            power_w=None if milliwatts is None else milliwatts / 1e3,
-            energy_j=None if millijoules is None else millijoules / 1e3,
-        )
-
-    def _memory_errors(self, handle: ctypes.c_void_p, kind: int) -> int | None:
-        assert self._library is not None, "a handle comes from the library"
-        count = ctypes.c_ulonglong()
-        code = self._library.nvmlDeviceGetTotalEccErrors(
-            handle, ctypes.c_uint(kind), ctypes.c_uint(_SINCE_LOADED), ctypes.byref(count)
-        )
-        return count.value if code == 0 else None
+            self._handles = _open()
+        return [_reading(index, handle) for index, handle in self._handles.items()]
 
 
-def _number(
-    function: Callable[..., int], handle: ctypes.c_void_p, room: ctypes.c_uint | ctypes.c_ulonglong
-) -> int | None:
-    return room.value if function(handle, ctypes.byref(room)) == 0 else None
+def _open() -> dict[int, Any]:
+    """The driver's handles by index."""
+    try:
+        import pynvml
+    except ImportError as error:
+        if _DRIVER.exists():
+            raise missing_extra("gpu", "reading GPUs (utilization, memory, heat, power, errors)") from error
+        return {}
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        _log.info("no GPU is read: %s", error)
+        return {}
+    handles = {index: _answer(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
+    return {index: handle for index, handle in handles.items() if handle is not None}
+
+
+def _reading(index: int, handle: Any) -> GpuReading:
+    import pynvml as nvml
+
+    use = _answer(nvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = _answer(nvml.nvmlDeviceGetMemoryInfo, handle)
+    milliwatts = _answer(nvml.nvmlDeviceGetPowerUsage, handle)
+    millijoules = _answer(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    corrected, uncorrected = (
+        _answer(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
+        for kind in (nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+    )
+    return GpuReading(
+        index=index,
+        utilization=None if use is None else use.gpu / 100,
+        used_bytes=None if memory is None else memory.used,
+        total_bytes=None if memory is None else memory.total,
+        celsius=_answer(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        limit_celsius=_answer(nvml.nvmlDeviceGetTemperatureThreshold, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        corrected_errors=corrected,
+        uncorrected_errors=uncorrected,
+        power_w=None if milliwatts is None else milliwatts / 1e3,
+        energy_j=None if millijoules is None else millijoules / 1e3,
+    )
+
+
+def _answer(ask: Callable[..., Any], *args: Any) -> Any:
+    """What the driver answers; None for what this GPU does not measure."""
+    import pynvml
+
+    try:
+        return ask(*args)
+    except pynvml.NVMLError:
+        return None

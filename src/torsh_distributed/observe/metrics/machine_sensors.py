@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 
@@ -42,6 +43,9 @@ class MachineSensors:
         for reader in list(self._readers):
             try:
                 reader(metrics)
+            except FeatureNotAvailable as error:
+                _log.warning("%s: %s", error.message, error.hint)
+                self._readers.remove(reader)
             except Exception as error:  # a driver or a kernel without the file: one sensor less
                 _log.info("%s does not work here: %s", reader.__name__.removeprefix("_"), error)
                 self._readers.remove(reader)

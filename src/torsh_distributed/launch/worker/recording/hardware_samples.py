@@ -12,6 +12,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.launch.worker.recording.step_samples import StepSamples
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 
@@ -59,7 +60,10 @@ class HardwareSamples(StepSamples):
         from torsh_distributed.launch.torch_internals import _get_nvml_device_index
 
         device = torch.cuda.current_device()
-        found = {reading.index: reading for reading in self._gpus.read()}
+        try:
+            found = {reading.index: reading for reading in self._gpus.read()}
+        except FeatureNotAvailable:  # the node's own sensors say so, once
+            return None
         # The driver counts all GPUs, CUDA those that this process may see.
         reading = found.get(_get_nvml_device_index(device))
         if reading is None:
