@@ -6,7 +6,6 @@ import base64
 import csv
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -22,13 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from tests.bed.world import ROOT
 from tests.observe.packets import FakeRank, job_of_two
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.observe.export.grafana_dashboard import grafana_dashboard
 from torsh_distributed.observe.export.otlp_metrics import OtlpMetrics
 from torsh_distributed.observe.export.prometheus_text import job_registry, render
 from torsh_distributed.observe.export.pushgateway import Pushgateway
 from torsh_distributed.observe.export.registry import make_exporter
-from torsh_distributed.observe.export.tensorboard_events import crc32c
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricKind
 
 
@@ -141,65 +139,37 @@ def test_files_have_a_row_for_every_value(tmp_path: Path) -> None:
     assert losses == pytest.approx([1.6, 1.6])
 
 
-def test_tensorboard_files_hold_every_step(tmp_path: Path) -> None:
-    assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
-    view = job_of_two(5)
-    exporter = make_exporter(f"tensorboard:{tmp_path}")
-    exporter.export(view)
-    exporter.close(view)
-    (path,) = tmp_path.iterdir()
-    losses = {step: scalars["training/loss"] for step, scalars in scalars_of(path) if "training/loss" in scalars}
-    assert losses == pytest.approx({step: 2.1 - 0.1 * step for step in range(1, 6)}, rel=1e-6)
-
-
 @pytest.mark.needs_library("tensorboard")
-def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
+def test_tensorboard_reads_every_step_from_a_private_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    make_exporter(f"tensorboard:{tmp_path}").export(job_of_two(5))
-    found = EventAccumulator(str(tmp_path)).Reload().Scalars("training/loss")
-    assert [event.step for event in found] == [1, 2, 3, 4, 5]
+    view = job_of_two(5)
+    exporter = make_exporter(f"tensorboard:{tmp_path / 'logs'}")
+    exporter.export(view)
+    exporter.close(view)
+    (path,) = (tmp_path / "logs").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = EventAccumulator(str(tmp_path / "logs")).Reload()
+    losses = {event.step: event.value for event in found.Scalars("training/loss")}
+    assert losses == pytest.approx({step: 2.1 - 0.1 * step for step in range(1, 6)}, rel=1e-6)
+    newest = [tag for tag in found.Tags()["scalars"] if tag.startswith("rank0/")]
+    assert newest
+    assert {event.step for tag in newest for event in found.Scalars(tag)} == {5}
+    assert [event.wall_time for event in found.Scalars("training/step_seconds")] == [
+        point.time for point in view.curve.points()
+    ]
 
 
-def scalars_of(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """A reader of the format, from its description: records with masked checksums, protobuf by hand."""
-    data = path.read_bytes()
-    while data:
-        (length,) = struct.unpack_from("<Q", data)
-        body = data[12 : 12 + length]
-        for checked, at in ((data[:8], 8), (body, 12 + length)):
-            crc = crc32c(checked)
-            assert struct.unpack_from("<I", data, at)[0] == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-        fields = dict(protobuf(body))
-        if 5 in fields:
-            values = [dict(protobuf(value)) for number, value in protobuf(fields[5]) if number == 1]
-            yield fields.get(2, 0), {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
-        data = data[16 + length :]
-
-
-def protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        number = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            number |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return number
-
-    while at < len(data):
-        key = varint()
-        kind = key & 7
-        if kind == 0:
-            yield key >> 3, varint()
-            continue
-        length = {1: 8, 5: 4}.get(kind) or varint()
-        yield key >> 3, data[at : at + length]
-        at += length
+@pytest.mark.parametrize(
+    ("text", "package", "extra"),
+    [("tensorboard:logs", "tensorboard.summary.writer.record_writer", "tensorboard")],
+)
+def test_an_export_without_its_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, text: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(FeatureNotAvailable, match=rf"torsh-distributed\[{extra}\]"):
+        make_exporter(text)
 
 
 @pytest.mark.parametrize("text", ["", "csv", "csv:", "xml:a", "otlp:file:///etc/passwd", "pushgateway:localhost"])

@@ -1,80 +1,53 @@
-"""Scalars for TensorBoard, in its own file format, written here: no package is needed to write them.
+"""Scalars for TensorBoard, as its own records: the package writes them, and whoever looks at them has it.
 
-The format: records of length (8 bytes), masked CRC-32C of the length, an `Event` in protobuf, masked CRC-32C of it.
+Not by its `EventFileWriter`, which writes from a thread of its own and, where TensorFlow is installed, through that.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from typing_extensions import override
 
+from torsh_distributed.errors import missing_extra
 from torsh_distributed.observe.export.base import Exporter
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.private_files import open_private
 
-_POLYNOMIAL = 0x82F63B78
-_MASK_DELTA = 0xA282EAD8
+
+def event_file_name() -> str:
+    """A name by which TensorBoard finds the file; raises FeatureNotAvailable if nothing can be written into it."""
+    try:
+        import tensorboard.summary.writer.record_writer  # noqa: F401 - now, not at the first step
+    except ImportError as error:
+        raise missing_extra("tensorboard", "writing files for TensorBoard") from error
+    return f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.torsh"
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        value = byte
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        table.append(value)
-    return table
+def scalar_event(wall_time: float, step: int, scalars: Mapping[str, float]) -> Any:
+    """An `Event` of TensorBoard with scalars of a step."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    return Event(wall_time=wall_time, step=step, summary=Summary(value=values))
 
 
-_TABLE = _crc_table()
+def write_events(file: BinaryIO, events: Iterable[Any]) -> None:
+    """Append events to an open file; an empty one gets the version of the format first."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-
-def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli)."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = value >> 8 ^ _TABLE[(value ^ byte) & 0xFF]
-    return value ^ 0xFFFFFFFF
-
-
-def _masked(data: bytes) -> int:
-    value = crc32c(data)
-    return ((value >> 15 | value << 17) + _MASK_DELTA) & 0xFFFFFFFF
-
-
-def _varint(number: int) -> bytes:
-    number &= 0xFFFFFFFFFFFFFFFF
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _bytes_field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def scalar_event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
-    """An `Event` with a summary of scalars: wall_time = 1, step = 2, summary = 5; a value has tag = 1, number = 2."""
-    values = b"".join(
-        _bytes_field(1, _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
-        for tag, value in scalars.items()
-    )
-    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + _bytes_field(5, values)
-
-
-def record_bytes(event: bytes) -> bytes:
-    """An event as a record of the file."""
-    length = struct.pack("<Q", len(event))
-    return length + struct.pack("<I", _masked(length)) + event + struct.pack("<I", _masked(event))
+    writer = RecordWriter(file)
+    if file.tell() == 0:
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+    for event in events:
+        writer.write(event.SerializeToString())
 
 
 class TensorBoardEvents(Exporter):
@@ -91,12 +64,9 @@ class TensorBoardEvents(Exporter):
     )
 
     def __init__(self, directory: str) -> None:
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.torsh"
-        self._path = folder / name
+        self._path = Path(directory) / event_file_name()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
-        self._write(b"\x09" + struct.pack("<d", time.time()) + _bytes_field(3, b"brain.Event:2"))
 
     @override
     def export(self, view: JobView) -> None:
@@ -105,23 +75,17 @@ class TensorBoardEvents(Exporter):
             first = view.ranks[min(view.ranks)] if view.ranks else None
             extra = {} if first is None else {name: first.number(name) for name in self._GAUGES}
             custom = {} if first is None else {name: first.number(name) for name in first.custom}
+        events = []
         for point in points:
             scalars = {"training/step_seconds": point.step_s}
             if point.loss is not None:
                 scalars["training/loss"] = point.loss
             if point.samples_per_s is not None:
                 scalars["training/samples_per_second"] = point.samples_per_s
-            self._write(scalar_event(point.time, point.step, scalars))
+            events.append(scalar_event(point.time, point.step, scalars))
             self._last_step = point.step
         newest = {f"rank0/{name}": value for name, value in {**extra, **custom}.items() if value is not None}
         if points and newest:
-            self._write(scalar_event(points[-1].time, points[-1].step, newest))
-
-    def _write(self, event: bytes) -> None:
-        data = record_bytes(event)
-        fd = open_private(self._path, os.O_WRONLY | os.O_APPEND)
-        try:
-            while data:
-                data = data[os.write(fd, data) :]
-        finally:
-            os.close(fd)
+            events.append(scalar_event(points[-1].time, points[-1].step, newest))
+        with os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+            write_events(file, events)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.observe.export.tensorboard_events import record_bytes, scalar_event
+from torsh_distributed.observe.export.tensorboard_events import event_file_name, scalar_event, write_events
 
 MonitorEvent = tuple[str, Any, int]
 """A name such as `Train/Samples/lr`, a number, and the samples seen so far."""
@@ -50,21 +48,20 @@ class CsvMonitor(RunMonitor):
 
 
 class TensorBoardMonitor(RunMonitor):
-    """A TensorBoard event file under `output_path/job_name`; no package is needed to write it."""
+    """A TensorBoard event file under `output_path/job_name`."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         folder = Path(section.get("output_path") or "runs") / section.get("job_name", _JOB)
+        self._path = folder / event_file_name()
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._path.touch()
 
     @override
     def write_events(self, events: Iterable[MonitorEvent]) -> None:
-        records = [
-            record_bytes(scalar_event(time.time(), samples, {name: float(value)})) for name, value, samples in events
-        ]
         with self._path.open("ab") as file:
-            file.write(b"".join(records))
+            write_events(
+                file, [scalar_event(time.time(), samples, {name: float(value)}) for name, value, samples in events]
+            )
 
 
 class WandbMonitor(RunMonitor):
