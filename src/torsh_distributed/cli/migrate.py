@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,7 +181,7 @@ def check(
 
 
 def _fills(given: list[str] | tuple[str, ...]) -> dict[str, Any]:
-    """`key=value` lines, each value as JSON or HJSON reads it."""
+    """`key=value` lines, each value as JSON; a value that is not JSON is text."""
     from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
     from torsh_distributed.plan.reading.malformed import MalformedError
 
@@ -190,7 +191,14 @@ def _fills(given: list[str] | tuple[str, ...]) -> dict[str, Any]:
         if not equals:
             raise InvalidArgument(f"--fill {line} has no value", hint="write --fill key=value")
         try:
-            found[key] = parse_hjson(f"value: {text}")["value"]
+            found[key] = parse_hjson(text) if text.lstrip()[:1] in ("{", "[", '"', "'") else _scalar(text)
         except MalformedError as error:
             raise InvalidArgument(f"--fill {line}: {error.reason}", hint="write the value as JSON") from None
     return found
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()

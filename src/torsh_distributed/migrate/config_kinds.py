@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.errors import CheckpointError, ConfigurationError, IoError
+from torsh_distributed.errors import CheckpointError, ConfigurationError, FeatureNotAvailable, IoError
 from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import open_checkpoint
 from torsh_distributed.migrate.foreign_state import ForeignState
 from torsh_distributed.migrate.pytorch.torch_checkpoint import open_torch_checkpoint, require_optimizer
@@ -77,18 +77,27 @@ def _kind_of(path: Path) -> str:
 
 
 def _document(path: Path) -> Mapping[str, Any] | None:
-    """The file as HJSON or YAML, whichever it is; None if it is neither. A kind reads it again, and strictly."""
+    """The file as HJSON or YAML, whichever it is; None if it is neither. A kind reads it again, and strictly.
+
+    Raises FeatureNotAvailable if it is neither JSON nor YAML and HJSON cannot be read here.
+    """
     from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
     from torsh_distributed.plan.reading import yaml_format
     from torsh_distributed.plan.reading.limits import read_limited
     from torsh_distributed.plan.reading.malformed import MalformedError
 
     readers = [parse_hjson, yaml_format.parse] if path.suffix not in (".yaml", ".yml") else [yaml_format.parse]
+    missing: FeatureNotAvailable | None = None
     for parse in readers:
         try:
             document = parse(read_limited(path).decode("utf-8-sig"))
         except (MalformedError, UnicodeDecodeError):
             continue
+        except FeatureNotAvailable as error:
+            missing = error
+            continue
         if isinstance(document, dict):
             return document
+    if missing is not None:
+        raise missing
     return None

@@ -86,6 +86,7 @@ def test_a_fill_for_what_is_not_auto_is_refused() -> None:
         from_deepspeed({"train_batch_size": 4}, fills={"gradient_clipping": 1.0})
 
 
+@pytest.mark.needs_library("hjson")
 def test_a_pretraining_file_with_comments_keeps_its_curriculum() -> None:
     plan, report = from_deepspeed(SAMPLES / "pipeline_pretraining.hjson", world_size=8)
     assert not report.refused
