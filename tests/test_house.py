@@ -102,6 +102,7 @@ def test_modules_share_a_name_only_where_they_share_an_idea() -> None:
     assert {stem: found for stem, found in twice.items() if stem not in SAME_IDEA and stem not in OF_A_SECTION} == {}
 
 
+@pytest.mark.slow
 def test_a_type_name_means_one_thing() -> None:
     seen: dict[str, list[str]] = {}
     for name, path in modules().items():

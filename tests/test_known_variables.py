@@ -58,12 +58,14 @@ def names_read(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_every_variable_in_the_code_is_in_the_table() -> None:
     known = {*KNOWN, *RENAMED, *REMOVED, *NOT_VARIABLES}
     found = {f"{home}: {name}" for home, tree in trees().items() for _, name in names_read(tree) if name not in known}
     assert found == set()
 
 
+@pytest.mark.slow
 def test_every_variable_of_ours_is_used() -> None:
     used = {name for tree in trees().values() for _, name in names_read(tree)}
     in_c = " ".join(path.read_text() for path in PACKAGE.rglob("*.c"))
@@ -78,6 +80,7 @@ def test_every_variable_of_ours_is_used() -> None:
     assert {name for name in ours if name not in used | updates and name not in in_c} == set()
 
 
+@pytest.mark.slow
 def test_a_default_is_written_in_the_table_alone() -> None:
     """An empty default is none: it says that unset and empty are the same."""
     second = [

@@ -208,6 +208,7 @@ def uses(path: Path, ours: set[str]) -> Iterator[tuple[int, str]]:
             yield node.lineno, str(node.value)
 
 
+@pytest.mark.slow
 def test_no_module_names_a_private_part_of_torch_that_its_layer_does_not_list() -> None:
     ours, unlisted = own_names(), []
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -33,6 +33,7 @@ def test_a_place_above_is_used(name: str) -> None:
     assert any(f"upward.{name}" in text or f"upward import {name}" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_higher_layer_is_named_in_one_module() -> None:
     layers = layer_of()
     elsewhere = []

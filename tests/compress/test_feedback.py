@@ -65,7 +65,7 @@ def test_what_is_remembered_follows_a_change_of_scale(method: str, feedback: str
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def descend(method: str, feedback: str, *, num_steps: int = 400) -> float:
+def descend(method: str, feedback: str, *, num_steps: int = 200) -> float:
     """|x1 - x2| + |x1 + x2| / 10 from (1.3, 0.7): all gradients have the signs of (1, -1) or (-1, 1)."""
     sender = compressor(method, error_feedback=feedback, error_feedback_momentum=1.0)
     x = torch.tensor([1.3, 0.7], requires_grad=True)

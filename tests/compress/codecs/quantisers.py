@@ -11,6 +11,7 @@ from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.errors import CompressionError
 
 NUM_DRAWS = 2000
+NUM_KEYS = 400
 
 
 def assert_exact_size(codec: Codec, x: Tensor) -> None:
@@ -37,7 +38,7 @@ def assert_refuses_damage(codec: Codec) -> None:
 def draws(codec: Codec, pattern: Tensor, *, by_key: bool) -> Tensor:
     """Many messages of one pattern, decoded: (draws, elements). Either by as many keys, or as blocks of one message."""
     if by_key:
-        return torch.stack([through(codec, pattern, Key(step=step)) for step in range(NUM_DRAWS)])
+        return torch.stack([through(codec, pattern, Key(step=step)) for step in range(NUM_KEYS)])
     return through(codec, pattern.repeat(NUM_DRAWS), Key(seed=5)).view(NUM_DRAWS, -1)
 
 
@@ -48,7 +49,7 @@ def assert_unbiased(codec: Codec, pattern: Tensor, *, by_key: bool, jump: Tensor
     need have shown it, the standard error is not seen either: twenty expected sightings are certain to show.
     """
     found = draws(codec, pattern, by_key=by_key).double()
-    tolerance = 6 * found.std(0) / NUM_DRAWS**0.5 + 20 * jump / NUM_DRAWS
+    tolerance = 6 * found.std(0) / len(found) ** 0.5 + 20 * jump / len(found)
     assert bool(((found.mean(0) - pattern).abs() <= tolerance).all())
     assert bool((found.std(0) > 0).any())
 
