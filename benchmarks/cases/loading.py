@@ -67,7 +67,7 @@ def _write_checkpoint(folder: Path, size: Size) -> int:
     """Files as Hugging Face writes them, of about 2 GB each, with random values; returns the bytes of all tensors."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from torsh_distributed.train.use.export import TensorFiles
+    from torsh_distributed.train.inference.export import TensorFiles
 
     config = LlamaConfig(**asdict(size), tie_word_embeddings=False, dtype="bfloat16")
     with torch.device("meta"):

@@ -46,8 +46,8 @@ from torsh_distributed.launch.worker.raised_error import is_transport_text
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.continuing.elastic_steps import SAME_SETTINGS_HINT
-from torsh_distributed.train.continuing.kept_step import KeptStep, finish_step, keep_step
+from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT
+from torsh_distributed.train.job_changes.kept_step import KeptStep, finish_step, keep_step
 
 if TYPE_CHECKING:
     from torsh_distributed.train.engine import Engine

@@ -31,9 +31,9 @@ from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_clos
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer
-from torsh_distributed.train.continuing.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
-from torsh_distributed.train.continuing.running_changes import running_changes
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
+from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.coupled_samples import check_coupled_samples

@@ -35,10 +35,13 @@ from torsh_distributed.train.batches import (
     split_rows,
     to_device,
 )
-from torsh_distributed.train.continuing.divided_batches import DividedBatches
-from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
-from torsh_distributed.train.continuing.running_changes import RunningChanges
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
+from torsh_distributed.train.inference.evaluation import evaluate
+from torsh_distributed.train.inference.export import export_model
+from torsh_distributed.train.inference.generation import generate
+from torsh_distributed.train.job_changes.divided_batches import DividedBatches
+from torsh_distributed.train.job_changes.elastic_steps import ElasticSteps
+from torsh_distributed.train.job_changes.running_changes import RunningChanges
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.data_position import describe_data, describe_loader, require_same_data
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
@@ -49,9 +52,6 @@ from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
 from torsh_distributed.train.speed.attention_kernel import attending_with
 from torsh_distributed.train.speed.operation_count import counting_flops
-from torsh_distributed.train.use.evaluation import evaluate
-from torsh_distributed.train.use.export import export_model
-from torsh_distributed.train.use.generation import generate
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata

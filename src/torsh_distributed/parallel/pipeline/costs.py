@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
-from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain, measure_chain
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph
+from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain, measure_chain
 
 
 def count_parameters(model: nn.Module, layers: Sequence[str]) -> list[float]:

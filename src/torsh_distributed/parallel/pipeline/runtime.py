@@ -21,7 +21,6 @@ from torsh_distributed.parallel.models.example_inputs import named_inputs, takes
 from torsh_distributed.parallel.models.label_share import own_loss, require_labels, shifts_labels
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
-from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
 from torsh_distributed.parallel.pipeline.microbatches import numbers, padded, rows_in, shapes_of
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
@@ -34,6 +33,7 @@ from torsh_distributed.parallel.pipeline.schedule import (
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
 from torsh_distributed.parallel.pipeline.tied import TiedGradients
 from torsh_distributed.parallel.pipeline.timed_stage import ActionRecorder, TimedStage
+from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -235,7 +235,7 @@ class PipelineParallel:
     def _whole_output(self, output: Any) -> Any:
         """The model's output, from what the last stage returned."""
         last = self.built[len(self.plan.stages) - 1]
-        return last.forward_of_model.restored(output) if isinstance(last, KeptStage) else output
+        return last.forward_of_model.restored(output) if isinstance(last, UntracedStage) else output
 
     def _load(self, inputs: Any, targets: Any, count: int, *, num_real: int | None = None) -> tuple[Any, ...]:
         """Cut the batch into microbatches; returns what the first stage takes."""
@@ -290,7 +290,7 @@ class LocalStages(nn.Module):
         self._run = run
         self.names_here = names_here
         """Names of a shared parameter in the model to its name here."""
-        self._kept = tuple(stage.forward_of_model for stage in stages.values() if isinstance(stage, KeptStage))
+        self._kept = tuple(stage.forward_of_model for stage in stages.values() if isinstance(stage, UntracedStage))
         for stage in stages.values():
             _merge(self, stage)
 

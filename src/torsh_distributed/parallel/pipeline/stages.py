@@ -18,12 +18,12 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.anatomy import anatomy_of, is_from_transformers
 from torsh_distributed.parallel.models.example_inputs import example_inputs
 from torsh_distributed.parallel.pipeline.costs import chain_costs, count_parameters, estimate_work, measure_time
-from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain, find_chain
-from torsh_distributed.parallel.pipeline.kept.stage_check import check_stages
-from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
 from torsh_distributed.parallel.pipeline.layer_partition import partition
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain, find_chain
+from torsh_distributed.parallel.pipeline.untraced.stage_check import check_stages
+from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def _kept(
     feed = Microbatches()
 
     def make(index: int) -> nn.Module:
-        return KeptStage(model, chain, runs[index], (*stages[index].layers, *stages[index].direct), feed)
+        return UntracedStage(model, chain, runs[index], (*stages[index].layers, *stages[index].direct), feed)
 
     edges = ((True,),) * last
     return StagePlan(model, stages, None, balance, edges, _tied(model, stages), make, feed)

@@ -19,7 +19,7 @@ from torsh_distributed.migrate.horovod.basics import init, is_initialized, shutd
 from torsh_distributed.migrate.horovod.elastic.elastic_state import State
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from torsh_distributed.migrate.horovod.world_state import is_up, world
-from torsh_distributed.train.continuing.elastic_steps import is_elastic_job
+from torsh_distributed.train.job_changes.elastic_steps import is_elastic_job
 
 _ENTER_TIMEOUT_S = 300.0
 """As elastic.scaling_timeout_s of a plan."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from torsh_distributed.train.batches import DataOrder, sharded
-from torsh_distributed.train.continuing.divided_batches import DividedBatches
+from torsh_distributed.train.job_changes.divided_batches import DividedBatches
 
 ORDER = DataOrder(seed=3, epoch=1, num_done=0)
 

@@ -13,7 +13,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.anatomy import anatomy_of
 from torsh_distributed.parallel.models.example_inputs import example_inputs
 from torsh_distributed.parallel.pipeline import split_into_stages
-from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain, find_chain, measure_chain
+from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain, find_chain, measure_chain
 
 pytestmark = pytest.mark.needs_library("transformers")
 

@@ -17,7 +17,7 @@ from tests.bed.world import World
 from tests.launch.observing.test_job_observer import start
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.running_change import RunningChange
-from torsh_distributed.train.continuing.running_changes import RunningChanges, change_plan
+from torsh_distributed.train.job_changes.running_changes import RunningChanges, change_plan
 
 pytestmark = pytest.mark.ranks
 

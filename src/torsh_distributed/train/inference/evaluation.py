@@ -10,10 +10,10 @@ import torch
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, RankBatch, to_device
+from torsh_distributed.train.inference.metrics import MetricSet
 from torsh_distributed.train.losses.engine_loss import EngineLoss
 from torsh_distributed.train.losses.loss_kind import LossKind, as_tensor
 from torsh_distributed.train.precision import Precision
-from torsh_distributed.train.use.metrics import MetricSet
 
 
 @torch.no_grad()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
-from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain
 from torsh_distributed.parallel.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
-class KeptStage(nn.Module):
+class UntracedStage(nn.Module):
     """A stage of a model: takes the hidden state of the stage before, returns its own, or the model's output.
 
     Its parameters have their names in the model; the modules are the model's. The other inputs of the forward come from
@@ -41,7 +41,7 @@ class KeptStage(nn.Module):
         return self.forward_of_model.run(received[0] if received else None, self._feed.inputs)
 
     @override
-    def train(self, mode: bool = True) -> KeptStage:
+    def train(self, mode: bool = True) -> UntracedStage:
         super().train(mode)
         self.forward_of_model.train(mode)
         return self

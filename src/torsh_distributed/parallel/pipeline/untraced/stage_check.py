@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.probing import trying
-from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
 from torsh_distributed.parallel.torch_internals import tree_leaves
 
 
@@ -32,7 +32,7 @@ def check_stages(
         values: tuple[Any, ...] = ()
         for index in range(num_stages):
             stage = make(index)
-            assert isinstance(stage, KeptStage), "stages that keep the model's forward"
+            assert isinstance(stage, UntracedStage), "stages that keep the model's forward"
             stage.eval()
             try:
                 values = (stage(*values),)

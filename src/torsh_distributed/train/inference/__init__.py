@@ -1,0 +1,1 @@
+"""Using the model, during and after training: evaluation with metrics, export, generation."""
