@@ -47,7 +47,7 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT
-from torsh_distributed.train.job_changes.kept_step import KeptStep, finish_step, keep_step
+from torsh_distributed.train.job_changes.interrupted_step import InterruptedStep, finish_step, keep_step
 
 if TYPE_CHECKING:
     from torsh_distributed.train.engine import Engine
@@ -100,7 +100,7 @@ class InPlaceRecovery:
         self._loss = 0.0
         self._agreed_epoch = 0
         self._told_epoch = client.current.epoch
-        self._kept: KeptStep | None = None
+        self._kept: InterruptedStep | None = None
         self._sources: dict[int, int] | None = None
         self._has_agreed = client.joins
         """Whether the first world has compared its settings; one that joins compares its own when it enters."""
@@ -185,7 +185,7 @@ class InPlaceRecovery:
             require_same(self._engine.settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
         self._has_agreed = True
 
-    def _finish(self, kept: KeptStep, members: list[int], sources: dict[int, int]) -> float:
+    def _finish(self, kept: InterruptedStep, members: list[int], sources: dict[int, int]) -> float:
         """Finish the interrupted step from what the survivors have; the next one is divided among them."""
         loss = finish_step(self._engine, kept, members=members, sources=sources)
         self._engine.divide_again(None, is_done=True)

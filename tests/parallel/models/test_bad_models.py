@@ -1,8 +1,8 @@
 """Models that cannot be spread as asked are named, with what would work, before anything is changed.
 
-Others of this kind: heads that do not divide (`tensor/planning`), layers that are no chain (`pipeline/untraced`), attention
-outside the registry (`context`), padding (`composed/test_transformers_models`), weights that do not fit (`weights`) and
-graphs that break (`test_compiling`).
+Others of this kind: heads that do not divide (`tensor/planning`), layers that are no chain (`pipeline/untraced`),
+attention outside the registry (`context`), padding (`composed/test_transformers_models`), weights that do not fit
+(`weights`) and graphs that break (`test_compiling`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
-from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots, directory_of
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of, holders_of_lost
+from torsh_distributed.checkpoint.replicas.snapshot_memory import SnapshotMemory, directory_of
 from torsh_distributed.checkpoint.replicas.snapshot_server import (
     CHUNK_BYTES,
     SnapshotServer,
@@ -68,7 +68,7 @@ class NeighbourReplicas:
         self.holders = holders_of([node for node, *_ in everyone])
         """By rank: who keeps its copy."""
         directory = directory_of(everyone[0][3], self.rank)
-        self._kept = None if directory is None else KeptSnapshots(directory, self.holders)
+        self._kept = None if directory is None else SnapshotMemory(directory, self.holders)
         self._shelf = SnapshotShelf(self._kept)
         shares_loopback = len({network for _, network, *_ in everyone}) == 1
         self._server = SnapshotServer(listen_address(shares_loopback=shares_loopback), self.secret, self._shelf)

@@ -20,9 +20,9 @@ from typing_extensions import override
 from torsh_distributed import known_variables
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, data_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
-from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshot, find_kept
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, listen_address
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of_lost
+from torsh_distributed.checkpoint.replicas.snapshot_memory import FoundSnapshot, find_kept
 from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, connect_to_server
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
@@ -147,9 +147,9 @@ def _newest_world(reports: Mapping[str, Sequence[SurvivorReport]]) -> str | None
     return max(steps, key=lambda world: steps[world], default=None)
 
 
-def _reports(kept: Sequence[KeptSnapshot]) -> list[SurvivorReport]:
+def _reports(kept: Sequence[FoundSnapshot]) -> list[SurvivorReport]:
     """What each rank of the earlier world had, of what is here."""
-    by_keeper: dict[int, list[KeptSnapshot]] = {}
+    by_keeper: dict[int, list[FoundSnapshot]] = {}
     for one in kept:
         by_keeper.setdefault(one.keeper, []).append(one)
     return [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots
+from torsh_distributed.checkpoint.replicas.snapshot_memory import SnapshotMemory
 from torsh_distributed.checkpoint.saving.file_image import private_memory
 
 
@@ -30,7 +30,7 @@ class Snapshot:
 class SnapshotShelf:
     """Snapshots by rank and step, also for the next attempt if they are `kept`; any thread may call anything."""
 
-    def __init__(self, kept: KeptSnapshots | None = None) -> None:
+    def __init__(self, kept: SnapshotMemory | None = None) -> None:
         self._lock = threading.Lock()
         self._kept = kept
         self._snapshots: dict[tuple[int, int], Snapshot] = {}

@@ -27,7 +27,7 @@ def probing(module: nn.Module, *, keeps_params: bool = False) -> Iterator[None]:
     takes a copy of them.
     """
     global _num_probes
-    kept = _KeptState(module, with_params=keeps_params)
+    kept = _StateBefore(module, with_params=keeps_params)
     _num_probes += 1
     try:
         with torch.random.fork_rng(devices=[]):
@@ -67,7 +67,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-class _KeptState:
+class _StateBefore:
     """The buffers, plain attributes and, if asked for, parameters of a module, to put back.
 
     A module may have been given another tensor under the name of a buffer, so the tensor itself is put back; and its

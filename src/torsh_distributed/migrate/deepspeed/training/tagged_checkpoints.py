@@ -44,7 +44,7 @@ main()
 '''
 
 
-class KeptEngine(Protocol):
+class TaggedEngine(Protocol):
     """What of an engine is kept beside its Engine."""
 
     global_steps: int
@@ -67,7 +67,7 @@ class TaggedCheckpoints:
 
     def save(
         self,
-        engine: KeptEngine,
+        engine: TaggedEngine,
         directory: str | os.PathLike[str],
         *,
         tag: str | int | None,
@@ -100,7 +100,7 @@ class TaggedCheckpoints:
 
     def load(
         self,
-        engine: KeptEngine,
+        engine: TaggedEngine,
         directory: str | Path,
         *,
         tag: str | int | None,
@@ -162,7 +162,7 @@ class TaggedCheckpoints:
             self._core.optimizer.refresh_masters(self._core.strategy.state_parts().like)
 
     @staticmethod
-    def _engine_state(engine: KeptEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    def _engine_state(engine: TaggedEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
         scheduler = engine.lr_scheduler
         return {
             "counts": {count: getattr(engine, count) for count in _COUNTS},

@@ -21,8 +21,8 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import PackedStep
 from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
-from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request, RequestFlags
+from torsh_distributed.migrate.horovod.negotiation.reused_buffer import ReusedBuffer
 from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
 
 
@@ -165,7 +165,7 @@ class GroupOperations:
         if buffer is None:
             if sum(tensor.nbytes for tensor in tensors) > _KEPT_TOGETHER_BYTES:
                 return False
-            buffer = step.buffer = KeptBuffer(tensors)
+            buffer = step.buffer = ReusedBuffer(tensors)
         buffer.pack(tensors)
         folded = self._fold(buffer.values, request)
         if folded is not buffer.values:

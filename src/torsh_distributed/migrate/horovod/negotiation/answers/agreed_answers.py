@@ -16,8 +16,8 @@ from torsh_distributed.migrate.horovod.negotiation.answers.request_table import 
     RequestNumbers,
     RequestTable,
 )
-from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.reused_buffer import ReusedBuffer
 
 _SHARED = int(RequestFlags.SHARED)
 
@@ -27,7 +27,7 @@ class PackedStep(list[ReadyOp]):
 
     is_repeated = False
     """Whether the same object comes again when ranks repeat the operations."""
-    buffer: KeptBuffer | None = None
+    buffer: ReusedBuffer | None = None
     """Where a repeated step packs its tensors, once it has run."""
 
     @functools.cached_property

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots, find_kept
+from torsh_distributed.checkpoint.replicas.snapshot_memory import SnapshotMemory, find_kept
 from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE, make_kept_memory
 
 SCRIPT = """
@@ -110,7 +110,7 @@ def test_nothing_is_kept_beyond_a_launcher_that_is_killed(tmp_path: Path) -> Non
 
 def test_only_whole_snapshots_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEPT_MEMORY_VARIABLE, str(tmp_path))
-    kept = KeptSnapshots(tmp_path / "world" / "rank-1", [1, 0])
+    kept = SnapshotMemory(tmp_path / "world" / "rank-1", [1, 0])
     memory = kept.allocate(100, is_pinned=False)
     assert memory.unique().tolist() == [0]
     memory.fill_(7)
@@ -128,9 +128,9 @@ def test_only_whole_snapshots_are_found_again(tmp_path: Path, monkeypatch: pytes
 
 def test_earlier_worlds_go_and_memory_that_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEPT_MEMORY_VARIABLE, str(tmp_path))
-    earlier = KeptSnapshots(tmp_path / "earlier" / "rank-0", [0])
+    earlier = SnapshotMemory(tmp_path / "earlier" / "rank-0", [0])
     earlier.record(0, 1, earlier.allocate(10, is_pinned=False), b"")
-    kept = KeptSnapshots(tmp_path / "now" / "rank-0", [0])
+    kept = SnapshotMemory(tmp_path / "now" / "rank-0", [0])
     memory = kept.allocate(10, is_pinned=False)
     kept.record(0, 2, memory, b"")
     kept.forget_other_worlds()
@@ -142,7 +142,7 @@ def test_earlier_worlds_go_and_memory_that_is_not_used_again(tmp_path: Path, mon
 
 def test_where_shared_memory_is_full_a_copy_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEPT_MEMORY_VARIABLE, str(tmp_path))
-    kept = KeptSnapshots(tmp_path / "world" / "rank-0", [0])
+    kept = SnapshotMemory(tmp_path / "world" / "rank-0", [0])
 
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -159,7 +159,7 @@ def test_a_gpu_copies_into_kept_memory_as_into_pinned(monkeypatch: pytest.Monkey
     place = make_kept_memory()
     assert place is not None
     monkeypatch.setenv(KEPT_MEMORY_VARIABLE, str(place))
-    kept = KeptSnapshots(place / "world" / "rank-0", [0])
+    kept = SnapshotMemory(place / "world" / "rank-0", [0])
     memory = kept.allocate(1 << 20, is_pinned=True)
     assert memory.is_pinned()
     memory.copy_(torch.full((1 << 20,), 9, dtype=torch.uint8, device="cuda"), non_blocking=True)

@@ -24,7 +24,7 @@ from torsh_distributed.errors import TorshError
 _log = logging.getLogger(__name__)
 
 
-class KeptSnapshots:
+class SnapshotMemory:
     """Where one rank keeps the memory of its snapshots; several threads may call it."""
 
     def __init__(self, directory: Path, holders: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class KeptSnapshots:
 
 
 @dataclass(frozen=True)
-class KeptSnapshot:
+class FoundSnapshot:
     """A snapshot that an earlier process has left."""
 
     keeper: int
@@ -107,14 +107,14 @@ def directory_of(world: str, rank: int) -> Path | None:
     return None if root is None else root / world / f"rank-{rank}"
 
 
-def find_kept(*, part: int, num_parts: int) -> dict[str, list[KeptSnapshot]]:
+def find_kept(*, part: int, num_parts: int) -> dict[str, list[FoundSnapshot]]:
     """What earlier worlds of the job have left on this node; what cannot be read is left out.
 
     The node's workers share it out: this one is number `part` of `num_parts`.
     """
     root = kept_memory()
     keepers = [] if root is None else sorted(root.glob("*/rank-*"))
-    found: dict[str, list[KeptSnapshot]] = {}
+    found: dict[str, list[FoundSnapshot]] = {}
     for keeper in keepers[part::num_parts]:
         for path in sorted(keeper.glob("*.record")):
             try:
@@ -126,13 +126,13 @@ def find_kept(*, part: int, num_parts: int) -> dict[str, list[KeptSnapshot]]:
     return found
 
 
-def _read(path: Path) -> KeptSnapshot:
+def _read(path: Path) -> FoundSnapshot:
     rank, step, name, num_bytes, holders, facts = deserialize(path.read_bytes())
     if Path(name).name != name:
         raise ValueError(f"{name!r} is not a file beside its record")
     memory = map_existing(path.with_name(name), num_bytes) if num_bytes else private_memory(0, is_pinned=False)
     keeper = int(path.parent.name.partition("-")[2])
-    return KeptSnapshot(keeper, rank, step, tuple(holders), memory, facts)
+    return FoundSnapshot(keeper, rank, step, tuple(holders), memory, facts)
 
 
 def _register(memory: Tensor) -> None:

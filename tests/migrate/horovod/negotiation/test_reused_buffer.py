@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
+from torsh_distributed.migrate.horovod.negotiation.reused_buffer import ReusedBuffer
 
 SHAPES = [(), (3,), (2, 2), (0,), (5,)]
 
@@ -18,7 +18,7 @@ def made(start: float, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_values_come_back_changed_whichever_tensors_come(dtype: torch.dtype) -> None:
     mine = made(1, dtype)
-    buffer = KeptBuffer(mine)
+    buffer = ReusedBuffer(mine)
     for round_ in range(5):
         tensors = made(7, dtype) if round_ == 3 else mine
         if round_ == 4:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
 
 
-class KeptBuffer:
+class ReusedBuffer:
     """One buffer for tensors of these shapes. Only for contiguous tensors on a CPU, without autograd."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

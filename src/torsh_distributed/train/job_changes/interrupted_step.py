@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torsh_distributed.parallel.data.data_strategy import DataParallel
-from torsh_distributed.parallel.data.kept_gradients import KeptGradients, finish_average, keep_gradients
+from torsh_distributed.parallel.data.interrupted_gradients import InterruptedGradients, finish_average, keep_gradients
 
 if TYPE_CHECKING:
     from torsh_distributed.train.engine import Engine
 
 
 @dataclass(frozen=True)
-class KeptStep:
+class InterruptedStep:
     """What a rank has of a step that was interrupted."""
 
     loss: Tensor
     """Of its own samples, weighted for the mean over `num_ranks`; so are the gradients."""
-    gradients: KeptGradients
+    gradients: InterruptedGradients
     num_ranks: int
     total: Tensor | None = None
     """What the loss counts in the whole step, where samples do not say."""
@@ -35,17 +35,17 @@ class KeptStep:
         return self.gradients.outcomes.averaged
 
 
-def keep_step(engine: Engine) -> KeptStep | None:
+def keep_step(engine: Engine) -> InterruptedStep | None:
     """What this rank can keep of the step that has just failed, before it leaves its world; None if nothing."""
     strategy, interrupted = engine.strategy, engine.interrupted_loss
     if interrupted is None or not isinstance(strategy, DataParallel):
         return None
     loss, total = interrupted
     gradients = keep_gradients(strategy.model)
-    return None if gradients is None else KeptStep(loss, gradients, strategy.data_degree, total)
+    return None if gradients is None else InterruptedStep(loss, gradients, strategy.data_degree, total)
 
 
-def finish_step(engine: Engine, kept: KeptStep, *, members: Sequence[int], sources: Mapping[int, int]) -> float:
+def finish_step(engine: Engine, kept: InterruptedStep, *, members: Sequence[int], sources: Mapping[int, int]) -> float:
     """Finish the step in the new world; every rank of it calls this, and each has kept its part.
 
     `members` are the ranks that are left, as they were numbered when the step began; `sources` names for each bucket

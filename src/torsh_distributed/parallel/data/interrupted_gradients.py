@@ -19,14 +19,14 @@ from torsh_distributed.parallel.data.gradient_sync import BucketOutcomes
 
 
 @dataclass(frozen=True)
-class KeptGradients:
+class InterruptedGradients:
     """Copies of a rank's gradients, with the buckets of them that were averaged already."""
 
     gradients: Mapping[str, Tensor]
     outcomes: BucketOutcomes
 
 
-def keep_gradients(ddp: DistributedDataParallel) -> KeptGradients | None:
+def keep_gradients(ddp: DistributedDataParallel) -> InterruptedGradients | None:
     """What this rank has after a backward that raised; None if some of it is neither its own nor the average.
 
     Copied, because the memory may belong to a group that is about to go. Only a failure costs this copy.
@@ -38,12 +38,14 @@ def keep_gradients(ddp: DistributedDataParallel) -> KeptGradients | None:
     names = {name for bucket in outcomes.names.values() for name in bucket}
     if names != set(held) or any(grad is None for grad in held.values()):
         return None
-    return KeptGradients({name: grad.detach().clone() for name, grad in held.items() if grad is not None}, outcomes)
+    return InterruptedGradients(
+        {name: grad.detach().clone() for name, grad in held.items() if grad is not None}, outcomes
+    )
 
 
 @torch.no_grad()
 def finish_average(
-    ddp: DistributedDataParallel, kept: KeptGradients, *, sources: Mapping[int, int], scale: float
+    ddp: DistributedDataParallel, kept: InterruptedGradients, *, sources: Mapping[int, int], scale: float
 ) -> None:
     """Average what was kept, times `scale`, plus what the parameters hold now; every rank of the new world calls this.
 

@@ -19,7 +19,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import TorshError
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.parallel.data.kept_gradients import finish_average, keep_gradients
+from torsh_distributed.parallel.data.interrupted_gradients import finish_average, keep_gradients
 from torsh_distributed.plan import DdpConfig
 
 pytestmark = [
