@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.bed.heavy_imports import GENERATION
 from tests.bed.world import World
 from torsh_distributed.checkpoint import CheckpointManager
-from torsh_distributed.checkpoint.restoring import open_newest
+from torsh_distributed.checkpoint.loading.restoring import open_newest
 from torsh_distributed.checkpoint.safetensors_files import export
 from torsh_distributed.cli.checkpoint.commands import app
 from torsh_distributed.parallel.weights.weight_files import INDEX

@@ -20,8 +20,7 @@ from torsh_distributed.checkpoint.files.block_hashes import FileDamage
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
-from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
-from torsh_distributed.checkpoint.restoring import (
+from torsh_distributed.checkpoint.loading.restoring import (
     CheckpointTiers,
     differences,
     known_steps,
@@ -31,6 +30,9 @@ from torsh_distributed.checkpoint.restoring import (
     understood,
     world_group,
 )
+from torsh_distributed.checkpoint.loading.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
+from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
 from torsh_distributed.checkpoint.save_policy import (
     FAILURE,
     PreemptionSignals,
@@ -43,8 +45,6 @@ from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUpl
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks
 from torsh_distributed.checkpoint.saving.remote_mirror import PATIENT, RemoteMirror
-from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.stateful_objects import describe, further_names, restore
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups.process_group import before_destroy

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torsh_distributed.checkpoint.files.block_hashes import Progress
 from torsh_distributed.checkpoint.files.checkpoint_directory import cannot_write
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.run_facts import PRETRAINED
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs

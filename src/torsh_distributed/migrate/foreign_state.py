@@ -22,7 +22,7 @@ from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.checkpoint_directory import cannot_write
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.serialization import serialize
 from torsh_distributed.errors import CheckpointError, SerializationError
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER, HeldState, SavedTensor, StoredOptimizer

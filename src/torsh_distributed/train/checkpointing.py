@@ -14,12 +14,12 @@ from torsh_distributed import events, known_variables
 from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+from torsh_distributed.checkpoint.loading.restoring import understood, world_group
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.random_generators import random_state
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
 from torsh_distributed.checkpoint.replicas.recovery import RecoveredState, recover_kept
-from torsh_distributed.checkpoint.restoring import understood, world_group
 from torsh_distributed.checkpoint.saving.checkpoint_writer import SAVING
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError, IoError, TorshError

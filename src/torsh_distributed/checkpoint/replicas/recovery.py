@@ -20,6 +20,7 @@ from typing_extensions import override
 from torsh_distributed import known_variables
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, data_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, listen_address
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of_lost
 from torsh_distributed.checkpoint.replicas.snapshot_memory import FoundSnapshot, find_kept
@@ -28,7 +29,6 @@ from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, Snaps
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
 from torsh_distributed.checkpoint.saving.box_assignment import from_plain
 from torsh_distributed.checkpoint.saving.node_ranks import gathered
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.comm.transport.connection import Connection

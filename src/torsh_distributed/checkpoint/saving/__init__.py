@@ -1,3 +1,2 @@
-"""How a checkpoint is written and read: `box_assignment` says who writes what, `file_image` copies it,
-`checkpoint_writer` stores it in the background, `checkpoint_commit` publishes it, `checkpoint_uploads` sends it on,
-`saved_checkpoint` reads it."""
+"""How a checkpoint is written: `box_assignment` says who writes what, `file_image` copies it,
+`checkpoint_writer` stores it in the background, `checkpoint_commit` publishes it, `checkpoint_uploads` sends it on."""

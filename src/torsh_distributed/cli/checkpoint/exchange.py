@@ -11,8 +11,8 @@ from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.block_hashes import Progress, damaged
 from torsh_distributed.checkpoint.files.manifest import Manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.checkpoint.loading.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.checkpoint.safetensors_files import export, model_in
-from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.terminal_text import neutral
 
 

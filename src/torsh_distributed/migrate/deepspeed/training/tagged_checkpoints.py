@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torsh_distributed.checkpoint.restoring import world_group
+from torsh_distributed.checkpoint.loading.restoring import world_group
 from torsh_distributed.comm.agreement import fail_together, require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.moves import barrier

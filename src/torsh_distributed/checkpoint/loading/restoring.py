@@ -18,11 +18,11 @@ from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDi
 from torsh_distributed.checkpoint.files.manifest import MARKER, read_manifest
 from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.checkpoint.loading.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.saving.file_exchange import FileExchange
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
-from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import SavedTensor

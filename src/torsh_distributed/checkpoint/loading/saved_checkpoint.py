@@ -13,8 +13,8 @@ from torsh_distributed.checkpoint.files.manifest import SHARED, TENSORS, Manifes
 from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox
 from torsh_distributed.checkpoint.files.verification import read_index
+from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.memory_copies import MemoryCopies
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.saving.zstd_archives import decompress
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.errors import SerializationError
