@@ -29,6 +29,7 @@ BUILT_INS = {
     "ConfigurationError": ValueError,
     "FeatureNotAvailable": RuntimeError,
     "ProcessGroupNotFound": LookupError,
+    "JobNotFound": LookupError,
     "MemoryAllocationFailed": MemoryError,
     "BackendNotInitialized": RuntimeError,
 }

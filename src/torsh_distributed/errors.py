@@ -16,6 +16,7 @@
     ├── ConfigurationError                    an invalid Plan or environment (ValueError)
     ├── FeatureNotAvailable                   missing hardware, package or build option (RuntimeError)
     ├── ProcessGroupNotFound                  an unknown group (LookupError)
+    ├── JobNotFound                           an unknown job (LookupError)
     ├── MemoryAllocationFailed                out of memory on host or device (MemoryError)
     ├── SerializationError                    encode or decode failed (ValueError)
     │   └── CompressionError                  a payload is damaged or of another codec
@@ -264,6 +265,17 @@ class ProcessGroupNotFound(TorshError, LookupError):
         "create groups on every rank in the same order, also on ranks that are not members",
         "a removed group is gone on all ranks: create it again",
         "destroy_process_group() removes all groups",
+    )
+
+
+class JobNotFound(TorshError, LookupError):
+    """No job of that name, id or process id is known here, or several are."""
+
+    advice = (
+        "`torsh doctor --job all` lists the jobs whose launchers run on this machine; ask on the machine of node 0",
+        "`torsh jobs` lists the jobs that this user submitted to a cluster from here",
+        "give the launcher's pid, not a worker's",
+        "a job that has ended leaves its logs and events, but cannot be asked any more",
     )
 
 

@@ -18,7 +18,7 @@ from torsh_distributed.clusters.job_records import (
     state_directory,
 )
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.errors import InvalidArgument, IoError, ProcessGroupNotFound
+from torsh_distributed.errors import InvalidArgument, IoError, JobNotFound
 from torsh_distributed.launch.spec import Entry
 
 
@@ -34,7 +34,7 @@ def test_a_job_is_found_by_its_name_and_by_its_engines_id(state_dir: Path) -> No
     assert (first.workers, first.command) == (8, "train.py --lr 1")
     assert find_record("two").options == {"hosts": "a,b"}
     forget("one")
-    with pytest.raises(ProcessGroupNotFound, match="no job named 'one'") as caught:
+    with pytest.raises(JobNotFound, match="no job named 'one'") as caught:
         find_record("one")
     assert "the latest: two" in str(caught.value)
 
@@ -42,7 +42,7 @@ def test_a_job_is_found_by_its_name_and_by_its_engines_id(state_dir: Path) -> No
 def test_ids_of_two_engines_may_be_equal(state_dir: Path) -> None:
     remember(submission("one"), engine="slurm", job_id="7")
     remember(submission("two"), engine="ray", job_id="7")
-    with pytest.raises(ProcessGroupNotFound, match="several jobs have the id '7'") as caught:
+    with pytest.raises(JobNotFound, match="several jobs have the id '7'") as caught:
         find_record("7")
     assert "one (slurm), two (ray)" in str(caught.value)
 

@@ -24,7 +24,7 @@ from tests.elastic.training_script import BATCH, NUM_STEPS
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
-from torsh_distributed.errors import ProcessGroupNotFound
+from torsh_distributed.errors import JobNotFound
 from torsh_distributed.launch.control.job_commands import ask_launcher, find_job
 
 pytestmark = pytest.mark.ranks
@@ -298,7 +298,7 @@ def test_two_jobs_with_one_name_do_not_meet(tmp_path: Path) -> None:
     try:
         for name in jobs:
             wait_for_mark(tmp_path / name, rank=0, step=10, within_s=60)
-        with pytest.raises(ProcessGroupNotFound, match="several jobs are named 'twins'"):
+        with pytest.raises(JobNotFound, match="several jobs are named 'twins'"):
             find_job("twins")
         for name, job in jobs.items():
             (tmp_path / name / "slow").unlink()

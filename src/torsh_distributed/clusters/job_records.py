@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.errors import InvalidArgument, IoError, ProcessGroupNotFound
+from torsh_distributed.errors import InvalidArgument, IoError, JobNotFound
 from torsh_distributed.events.recorded import is_time
 from torsh_distributed.private_files import make_private_directories, open_private
 from torsh_distributed.unreadable_data import unreadable_as
@@ -135,16 +135,16 @@ def all_records() -> list[JobRecord]:
 
 
 def find_record(name: str) -> JobRecord:
-    """The job of that name, or with that id at its engine; raises ProcessGroupNotFound with the names there are."""
+    """The job of that name, or with that id at its engine; raises JobNotFound with the names there are."""
     records = all_records()
     found = [record for record in records if record.name == name] or [r for r in records if r.job_id == name]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(f"{record.name} ({record.engine})" for record in found)
-        raise ProcessGroupNotFound(f"several jobs have the id {name!r}", hint=f"give a name: {names}", job=name)
+        raise JobNotFound(f"several jobs have the id {name!r}", hint=f"give a name: {names}", job=name)
     known = ", ".join(record.name for record in records[-10:]) or "none"
-    raise ProcessGroupNotFound(
+    raise JobNotFound(
         f"no job named {name!r} was submitted by this user from here",
         hint=f"`torsh jobs` lists them; the latest: {known}",
         job=name,

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.doctor import collect_command, doctor_command
-from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound
+from torsh_distributed.errors import InvalidArgument, JobNotFound
 
 
 def test_the_machine_is_checked_and_bad_variables_fail_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_a_real_all_reduce_ends_the_checks() -> None:
 
 
 def test_a_pid_that_is_no_launcher_is_an_error() -> None:
-    for arguments, error in ((["--pid", "1"], ProcessGroupNotFound), (["--pid", "1", "--job", "x"], InvalidArgument)):
+    for arguments, error in ((["--pid", "1"], JobNotFound), (["--pid", "1", "--job", "x"], InvalidArgument)):
         done = CliRunner().invoke(doctor_command.app, arguments)
         assert isinstance(done.exception, error)
 

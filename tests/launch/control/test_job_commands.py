@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torsh_distributed.errors import CommunicationError, ConfigurationError, ProcessGroupNotFound
+from torsh_distributed.errors import CommunicationError, ConfigurationError, JobNotFound
 from torsh_distributed.launch.control.job_commands import JobCommands, RunningJob, ask_launcher, find_job, running_jobs
 from torsh_distributed.launch.local.loop import Loop
 
@@ -45,14 +45,14 @@ def test_a_command_has_arguments_and_may_answer_later(loop: Loop) -> None:
 def test_a_job_is_found_by_name_and_by_pid(loop: Loop) -> None:
     assert JOB in running_jobs()
     assert find_job(JOB.run_id) == find_job(str(JOB.pid)) == JOB
-    with pytest.raises(ProcessGroupNotFound, match=r"(?s)no job named 'another'.*a-job-of-this-test"):
+    with pytest.raises(JobNotFound, match=r"(?s)no job named 'another'.*a-job-of-this-test"):
         find_job("another")
 
 
 def test_of_two_jobs_with_one_name_the_pid_tells_which(loop: Loop) -> None:
     other = replace(JOB, pid=1 << 30)
     with JobCommands(loop, other, {}):
-        with pytest.raises(ProcessGroupNotFound, match=r"(?s)several jobs are named.*give the pid"):
+        with pytest.raises(JobNotFound, match=r"(?s)several jobs are named.*give the pid"):
             find_job(JOB.run_id)
         assert find_job(str(other.pid)) == other
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torsh_distributed.errors import CommunicationError, ProcessGroupNotFound
+from torsh_distributed.errors import CommunicationError, JobNotFound
 
 app = typer.Typer(add_completion=False)
 
@@ -32,7 +32,7 @@ def collect(
     if pid is not None:
         try:
             reports["diagnosis"] = ask_launcher(pid, "diagnosis")
-        except (CommunicationError, ProcessGroupNotFound) as error:
+        except (CommunicationError, JobNotFound) as error:
             reports["diagnosis"] = error.to_dict()
             typer.echo(f"the job could not be asked: {error.message}", err=True)
     names = write_bundle(

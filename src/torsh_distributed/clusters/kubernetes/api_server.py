@@ -18,8 +18,8 @@ from torsh_distributed.errors import (
     ConfigurationError,
     FeatureNotAvailable,
     InvalidArgument,
+    JobNotFound,
     OperationTimeout,
-    ProcessGroupNotFound,
     TorshError,
 )
 
@@ -43,7 +43,7 @@ _INSTALL = {
 }
 
 
-class ObjectNotFound(ProcessGroupNotFound):
+class ObjectNotFound(JobNotFound):
     """The server has no object of that name."""
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.trust.socket_peers import peer_process
-from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, ProcessGroupNotFound
+from torsh_distributed.errors import CommunicationError, ConfigurationError, JobNotFound, OperationTimeout
 from torsh_distributed.launch.local.loop import Loop
 
 _NAME = "torsh-job-{uid}-{pid}"
@@ -136,7 +136,7 @@ def running_jobs() -> list[RunningJob]:
     for pid in sorted({int(name.split("-")[3]) for name in _names(os.getuid(), None)}):
         try:
             found.append(RunningJob(**ask_launcher(pid, "job")))
-        except (CommunicationError, ProcessGroupNotFound, TypeError):  # it has just ended, or is of another version
+        except (CommunicationError, JobNotFound, TypeError):  # it has just ended, or is of another version
             continue
     return found
 
@@ -177,7 +177,7 @@ def find_job(name: str) -> RunningJob:
     named = [job for job in jobs if name in (job.run_id, str(job.pid))]
     if len(named) != 1:
         known = ", ".join(f"{job.run_id} (pid {job.pid})" for job in jobs) or "none"
-        raise ProcessGroupNotFound(
+        raise JobNotFound(
             f"no job named {name!r} runs here" if not named else f"several jobs are named {name!r}",
             hint=f"running here: {known}; give the pid, on the machine of node 0",
             job=name,
@@ -190,7 +190,7 @@ def ask_launcher(pid: int, question: str, *, timeout_s: float = _LIMIT_S, **argu
     uid = _owner(pid)
     found = next((sock for name in _names(uid, pid) if (sock := _connected(name, uid)) is not None), None)
     if found is None:
-        raise ProcessGroupNotFound(
+        raise JobNotFound(
             f"process {pid} is not a launcher of `torsh run` on this machine",
             hint="`torsh doctor --job all` lists the jobs that run here; give the launcher's pid, not a worker's",
             pid=pid,
