@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from torsh_distributed.launch.causes.cause_finder import CauseFinder
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.worker.rank_status import (
     GroupHistory,
     RaisedError,
@@ -13,12 +13,12 @@ from torsh_distributed.launch.worker.rank_status import (
 )
 
 
-def own_failure(rank: int, *, at_s: float, kind: str = "ValueError") -> JobFailure:
+def own_failure(rank: int, *, at_s: float, kind: str = "ValueError") -> EndReport:
     raised = RaisedError(kind=kind, message="no", where="train.py:3 in step", at_s=at_s)
-    return JobFailure(node_rank=0, node_name="n", rank=rank, cause=raised.summary, raised=raised, at_s=at_s)
+    return EndReport(node_rank=0, node_name="n", rank=rank, cause=raised.summary, raised=raised, at_s=at_s)
 
 
-def consequence(rank: int, *, at_s: float, peers: tuple[int, ...] = ()) -> JobFailure:
+def consequence(rank: int, *, at_s: float, peers: tuple[int, ...] = ()) -> EndReport:
     raised = RaisedError(
         kind="CommunicationError",
         message="gone",
@@ -28,16 +28,16 @@ def consequence(rank: int, *, at_s: float, peers: tuple[int, ...] = ()) -> JobFa
         sequence=118,
         at_s=at_s,
     )
-    return JobFailure(
+    return EndReport(
         node_rank=0, node_name="n", rank=rank, cause=raised.summary, raised=raised, is_consequence=True, at_s=at_s
     )
 
 
-def ended(rank: int, **changes: Any) -> JobFailure:
-    return JobFailure(node_rank=0, node_name="n", rank=rank, exit_code=0, cause="ended normally", **changes)
+def ended(rank: int, **changes: Any) -> EndReport:
+    return EndReport(node_rank=0, node_name="n", rank=rank, exit_code=0, cause="ended normally", **changes)
 
 
-def finder(*failures: JobFailure, num_ranks: int = 4) -> CauseFinder:
+def finder(*failures: EndReport, num_ranks: int = 4) -> CauseFinder:
     found = CauseFinder(num_ranks)
     for failure in failures:
         assert failure.rank is not None
@@ -59,9 +59,9 @@ def test_of_several_causes_the_earliest_counts() -> None:
 
 
 def test_of_several_that_the_kernel_killed_for_memory_the_one_that_held_most_counts() -> None:
-    def starved(rank: int, *, at_s: float, memory_bytes: int, node_rank: int = 0) -> JobFailure:
+    def starved(rank: int, *, at_s: float, memory_bytes: int, node_rank: int = 0) -> EndReport:
         evidence = "out of memory: …"
-        return JobFailure(
+        return EndReport(
             node_rank=node_rank,
             node_name="n",
             rank=rank,

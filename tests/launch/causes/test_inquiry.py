@@ -7,7 +7,7 @@ from tests.launch.causes.test_cause_finder import consequence, ended, own_failur
 from tests.launch.causes.test_waits import steps, waiting
 from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.causes.waits import WaitFinding
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.worker.rank_status import RankStatus
 
@@ -19,7 +19,7 @@ class Case:
         self.loop = Loop()
         self.answers = {status.rank: status for status in answers}
         self.num_asked = 0
-        self.verdicts: list[JobFailure] = []
+        self.verdicts: list[EndReport] = []
         self.notices: list[WaitFinding] = []
         self.inquiry = Inquiry(
             self.loop, 3, ask=self._ask, on_verdict=self._take_verdict, on_notice=self.notices.append
@@ -30,7 +30,7 @@ class Case:
         for status in self.answers.values():
             self.loop.call_later(0, lambda status=status: self.inquiry.said(status, is_asked=True))
 
-    def _take_verdict(self, failure: JobFailure) -> None:
+    def _take_verdict(self, failure: EndReport) -> None:
         self.verdicts.append(failure)
         self.loop.stop(0)
 

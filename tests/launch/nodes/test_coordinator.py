@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.checkpoint.save_policy import EXIT_CODE
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.records import End, Stop
 
 
-def failure(node_rank: int = 0, exit_code: int = 3) -> JobFailure:
-    return JobFailure(node_rank=node_rank, node_name="n", rank=node_rank, exit_code=exit_code, cause="c")
+def failure(node_rank: int = 0, exit_code: int = 3) -> EndReport:
+    return EndReport(node_rank=node_rank, node_name="n", rank=node_rank, exit_code=exit_code, cause="c")
 
 
 def running(num_nodes: int, max_restarts: int = 0) -> Coordinator:

@@ -10,7 +10,7 @@ import pytest
 from torsh_distributed.comm.transport.frame_stream import FrameStream
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES
 from torsh_distributed.errors import SerializationError
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.launcher_connection import MOST_RECORD_BYTES, PROTOCOL, LauncherConnection
 from torsh_distributed.launch.nodes.records import (
@@ -26,7 +26,7 @@ from torsh_distributed.launch.nodes.records import (
     encode,
 )
 
-FAILURE = JobFailure(
+FAILURE = EndReport(
     node_rank=1, node_name="n", rank=3, cause="c", last_lines=("a", "ü"), finished_before=((2, 1.5),), step=4
 )
 MESSAGES: list[Message] = [

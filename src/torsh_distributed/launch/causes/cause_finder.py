@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torsh_distributed.launch.causes.likely_cause import likely_cause
 from torsh_distributed.launch.causes.waits import WaitFinding, explain_waits, find_difference, ranks_text
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.worker.rank_status import RankStatus, WaitingCall
 
 _GLOO_MISMATCH = "Received data size doesn't match expected size"
@@ -19,8 +19,8 @@ class CauseFinder:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.failures: dict[int, JobFailure] = {}
-        self.ended: dict[int, JobFailure] = {}
+        self.failures: dict[int, EndReport] = {}
+        self.ended: dict[int, EndReport] = {}
         self.statuses: dict[int, RankStatus] = {}
         self._finished_s: dict[int, float] = {}
         self.finding: WaitFinding | None = None
@@ -87,7 +87,7 @@ class CauseFinder:
                 found[rank] = dataclasses.replace(status, waiting=call)
         return found
 
-    def primary(self) -> JobFailure | None:
+    def primary(self) -> EndReport | None:
         """The earliest failure that is no consequence of another rank's; None if all are.
 
         If memory ran out, the kernel may kill more than one, and who held most takes longest to end: size counts there.
@@ -113,7 +113,7 @@ class CauseFinder:
             self._ended_before(rank, failure) for failure in self.failures.values() for rank in finished
         )
 
-    def _ended_before(self, finished: int, failure: JobFailure) -> bool:
+    def _ended_before(self, finished: int, failure: EndReport) -> bool:
         """Whether a rank ended without the operation that failed on another."""
         there, here = self.statuses.get(finished), self.statuses.get(failure.rank if failure.rank is not None else -1)
         if there is None or here is None or failure.raised is None or failure.raised.sequence is None:
@@ -124,7 +124,7 @@ class CauseFinder:
                 return name in there.groups and there.last_sequence(name) < last.sequence
         return False
 
-    def verdict(self) -> JobFailure:
+    def verdict(self) -> EndReport:
         """The cause by all that is known now; there is at least one failure, or a finding about a rank that ended."""
         primary = self.primary()
         if primary is not None:
@@ -135,7 +135,7 @@ class CauseFinder:
         code = chosen.exit_code or next((one.exit_code for one in self.failures.values() if one.exit_code), 1)
         return dataclasses.replace(chosen, exit_code=code, consequences=self._consequences(chosen))
 
-    def _likely(self, chosen: JobFailure) -> str | None:
+    def _likely(self, chosen: EndReport) -> str | None:
         """The likely cause of a wait that ended the job; an exception or a signal needs no guess."""
         if chosen.likely is not None or self.finding is None:
             return chosen.likely
@@ -143,10 +143,10 @@ class CauseFinder:
             return None
         return likely_cause(self.finding, self.statuses, self.finished).line
 
-    def _first(self) -> JobFailure:
+    def _first(self) -> EndReport:
         return min(self.failures.values(), key=lambda failure: failure.at_s)
 
-    def _of_disagreement(self, primary: JobFailure) -> JobFailure | None:
+    def _of_disagreement(self, primary: EndReport) -> EndReport | None:
         """A backend noticed that ranks call different things: the rank that left the common way is the cause."""
         raised, statuses = primary.raised, self.statuses
         if raised is None and any(_GLOO_MISMATCH in line for line in primary.last_lines):
@@ -161,7 +161,7 @@ class CauseFinder:
             self._about(found.rank), cause=found.text, likely=likely, raised=raised, where=None, last_lines=()
         )
 
-    def _statuses_with(self, dead: JobFailure) -> dict[int, RankStatus]:
+    def _statuses_with(self, dead: EndReport) -> dict[int, RankStatus]:
         """The statuses, with what is known of a rank that died in a call: the call, and that it was the others' next.
 
         It took its records along, but up to that call they were those of the others.
@@ -191,7 +191,7 @@ class CauseFinder:
         place = status.waiting.at if status.waiting is not None else None
         return place or (raised.where if raised is not None else None)
 
-    def _of_ended(self) -> JobFailure | None:
+    def _of_ended(self) -> EndReport | None:
         """A rank that ended normally while others needed it."""
         candidates = self.blamed() & self.finished or (set() if self.blamed() else self.finished)
         if self.finding is not None and self.finding.rank in self.finished:
@@ -216,7 +216,7 @@ class CauseFinder:
         common = max(set(counted), key=counted.count)
         return f"{ranks_text(rank for rank, word in words.items() if word == common)} {common}"
 
-    def _of_in_flight(self) -> JobFailure | None:
+    def _of_in_flight(self) -> EndReport | None:
         """A rank others point to that reported an exception and has not come to its end yet."""
         for rank in sorted(self.blamed() or self.running):
             status = self.statuses.get(rank)
@@ -226,7 +226,7 @@ class CauseFinder:
                 )
         return None
 
-    def _of_waits(self) -> JobFailure | None:
+    def _of_waits(self) -> EndReport | None:
         """What the ranks' own records show: different ways, a deadlock, or one that never came."""
         found = find_difference(self.statuses) or self.finding
         if found is None or found.rank is None or (found.rank in self.failures and found.kind == "late"):
@@ -240,7 +240,7 @@ class CauseFinder:
             cause = found.text
         return dataclasses.replace(self._about(found.rank), cause=cause, stack=found.stack)
 
-    def _of_absent(self) -> JobFailure | None:
+    def _of_absent(self) -> EndReport | None:
         """A rank others point to that lives, has raised nothing and did not come."""
         blamed = self.blamed() - self.finished
         if not blamed:
@@ -253,15 +253,15 @@ class CauseFinder:
         cause = f"rank {first.rank} gave up on it: {said}{silence}"
         return dataclasses.replace(self._about(rank), cause=cause, stack=status.stack if status is not None else ())
 
-    def _about(self, rank: int) -> JobFailure:
+    def _about(self, rank: int) -> EndReport:
         """A record of a rank, whether it failed, ended or runs."""
         known = self.failures.get(rank) or self.ended.get(rank)
         if known is not None:
             return known
         status = self.statuses.get(rank)
         if status is None:
-            return JobFailure(node_rank=0, node_name="", rank=rank, cause="")
-        return JobFailure(
+            return EndReport(node_rank=0, node_name="", rank=rank, cause="")
+        return EndReport(
             node_rank=status.node_rank,
             node_name=status.node_name,
             rank=rank,
@@ -271,7 +271,7 @@ class CauseFinder:
             checkpoint_step=status.checkpoint_step,
         )
 
-    def _consequences(self, chosen: JobFailure) -> tuple[str, ...]:
+    def _consequences(self, chosen: EndReport) -> tuple[str, ...]:
         """What the other ranks did, ranks that did the same together."""
         words: dict[str, list[int]] = {}
         for rank in range(self.num_ranks):
@@ -289,7 +289,7 @@ def _line(place: str | None) -> str | None:
     return place.partition(" in ")[0] if place else None
 
 
-def _wait_of(failure: JobFailure | None, status: RankStatus | None) -> str | None:
+def _wait_of(failure: EndReport | None, status: RankStatus | None) -> str | None:
     if failure is not None and failure.raised is not None and failure.raised.is_consequence:
         if failure.raised.operation is None:
             return None
@@ -302,8 +302,8 @@ def _wait_of(failure: JobFailure | None, status: RankStatus | None) -> str | Non
 
 def _state_of(
     rank: int,
-    chosen: JobFailure,
-    failures: Mapping[int, JobFailure],
+    chosen: EndReport,
+    failures: Mapping[int, EndReport],
     finished: set[int],
     statuses: Mapping[int, RankStatus],
 ) -> str | None:

@@ -15,7 +15,7 @@ from torsh_distributed.launch.causes.cause_finder import CauseFinder
 from torsh_distributed.launch.causes.diagnosis import Diagnosis, diagnose
 from torsh_distributed.launch.causes.likely_cause import likely_cause
 from torsh_distributed.launch.causes.waits import WaitFinding, is_decided_by_end
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.worker.rank_status import RankStatus
 
@@ -37,7 +37,7 @@ class Inquiry:
         num_ranks: int,
         *,
         ask: Callable[[], None],
-        on_verdict: Callable[[JobFailure], None],
+        on_verdict: Callable[[EndReport], None],
         on_notice: Callable[[WaitFinding], None],
     ) -> None:
         self._loop = loop
@@ -56,7 +56,7 @@ class Inquiry:
         self._silent: set[int] = set()
         self._noticed: set[tuple[str | None, str, int | None]] = set()
 
-    def failed(self, failure: JobFailure) -> None:
+    def failed(self, failure: EndReport) -> None:
         """A rank failed."""
         if self._is_over or failure.rank is None:
             return
@@ -68,7 +68,7 @@ class Inquiry:
             self._later(_CONSEQUENCE_WAIT_S, self._judge)
         self._judge()
 
-    def ended(self, failure: JobFailure) -> None:
+    def ended(self, failure: EndReport) -> None:
         """A rank ended with exit code 0."""
         if self._is_over or failure.rank is None:
             return

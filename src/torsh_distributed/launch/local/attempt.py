@@ -16,6 +16,7 @@ from typing import Any
 
 from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
 from torsh_distributed.launch.entry import command_line
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import (
     SAVED_EXIT_CODE,
     ExitStatus,
@@ -31,7 +32,6 @@ from torsh_distributed.launch.local.exit_causes import (
 )
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.output import LinePrefix, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
@@ -82,9 +82,9 @@ class AttemptContext:
 class AttemptReports:
     """Whom an attempt tells what it sees."""
 
-    failed: Callable[[JobFailure], None]
+    failed: Callable[[EndReport], None]
     """A worker failed: its exception arrived, or it ended; once for each."""
-    ended: Callable[[JobFailure], None]
+    ended: Callable[[EndReport], None]
     """A worker ended with exit code 0."""
     measured: Callable[[int, dict[str, Any]], None]
     """A worker, by its rank, sends a summary of its metrics, or a wish to be observed."""
@@ -334,7 +334,7 @@ class LocalAttempt:
         self._failed.add(worker.place.rank)
         self._reports.failed(self._describe(worker, worker_exit))
 
-    def _describe(self, worker: Worker, worker_exit: WorkerExit | None) -> JobFailure:
+    def _describe(self, worker: Worker, worker_exit: WorkerExit | None) -> EndReport:
         """Everything known about a worker that ended, or will."""
         rank, raised = worker.place.rank, self._raised.get(worker.place.rank)
         status = worker_exit.status if worker_exit is not None else None
@@ -361,7 +361,7 @@ class LocalAttempt:
             cause = raised.summary if raised is not None else f"exit code {exit_code}"
         if rank in self._given_up:
             cause, exit_code, raised = self._given_up[rank], 128 + signal.SIGKILL, None
-        return JobFailure(
+        return EndReport(
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
             rank=rank,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.terminal_text import neutral
 
@@ -80,7 +80,7 @@ class LauncherOutput:
         """Print the doctor's report."""
         self.say("\n".join(lines))
 
-    def show_failure(self, failure: JobFailure, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> None:
+    def show_failure(self, failure: EndReport, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> None:
         """Print the report on why an attempt failed."""
         if self._is_json:
             self._failures.append({"attempt": attempt, **dataclasses.asdict(failure)})
@@ -101,7 +101,7 @@ class LauncherOutput:
         self._terminal.post("stderr", (json.dumps(report) + "\n").encode())
 
 
-def failure_lines(failure: JobFailure, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> list[str]:
+def failure_lines(failure: EndReport, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> list[str]:
     """The report: the cause at the user's own line, the rank, the step; what the others did; the traceback."""
     head, *more = _headline(failure, is_multi_node=is_multi_node)
     lines = [head, *(f"  {line}" for line in more)]
@@ -129,7 +129,7 @@ def failure_lines(failure: JobFailure, *, attempt: int, is_multi_node: bool, is_
     return lines
 
 
-def _headline(failure: JobFailure, *, is_multi_node: bool) -> list[str]:
+def _headline(failure: EndReport, *, is_multi_node: bool) -> list[str]:
     """What happened in one line; then who, if the line does not say it."""
     where = f" on node {failure.node_rank} ({failure.node_name})" if is_multi_node else ""
     if failure.rank is None:
@@ -147,7 +147,7 @@ def _headline(failure: JobFailure, *, is_multi_node: bool) -> list[str]:
     return [f"rank {failure.rank}{where} failed first: {failure.cause}{place}"]
 
 
-def _progress_line(failure: JobFailure, attempt: int) -> str:
+def _progress_line(failure: EndReport, attempt: int) -> str:
     parts = []
     if failure.step is not None or failure.checkpoint_step is not None:
         step = "unknown" if failure.step is None else str(failure.step)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.records import End, Stop
 
 
@@ -45,7 +45,7 @@ class Coordinator:
     def __init__(self, *, num_nodes: int, max_restarts: int) -> None:
         self.phase = JobPhase.GATHERING
         self.attempt = 0
-        self.failures: list[JobFailure] = []
+        self.failures: list[EndReport] = []
         """The first failure of every attempt that failed."""
         self._num_nodes = num_nodes
         self._max_restarts = max_restarts
@@ -75,7 +75,7 @@ class Coordinator:
             return []
         return [self._begin(0)]
 
-    def failed(self, attempt: int, failure: JobFailure) -> list[Decision]:
+    def failed(self, attempt: int, failure: EndReport) -> list[Decision]:
         """A worker failed. Only the first failure of an attempt decides; the rest are its consequences."""
         if self.phase is not JobPhase.RUNNING or attempt != self.attempt:
             return []
@@ -110,7 +110,7 @@ class Coordinator:
         self._done.add(node_rank)
         return [] if self.unstopped else [self._begin(attempt + 1)]
 
-    def lost(self, failure: JobFailure) -> list[Decision]:
+    def lost(self, failure: EndReport) -> list[Decision]:
         """A node is lost or cannot do its part; the world has a fixed size, so the job ends."""
         if self.phase is JobPhase.OVER:
             return []

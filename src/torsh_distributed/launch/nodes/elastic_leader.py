@@ -12,8 +12,8 @@ from functools import partial
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
 from torsh_distributed.launch.control.slot_policy import NodeSlots, SlotChoice, choose_members
 from torsh_distributed.launch.control.worker_health import Health, HealthState
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.records import AddWorker, ChangeMembers, ForgetWorkers, FromLeader, MemberSaid
 from torsh_distributed.launch.spec import ElasticSpec, JobSpec
@@ -32,8 +32,8 @@ class ElasticLeader:
         *,
         tell_all: Callable[[FromLeader], None],
         nodes: Callable[[], Sequence[int]],
-        give_up: Callable[[JobFailure], None],
-        end: Callable[[JobFailure], None],
+        give_up: Callable[[EndReport], None],
+        end: Callable[[EndReport], None],
         slots: NodeSlots | None = None,
     ) -> None:
         """`give_up` starts all workers again, if the job may; `end` does not. `slots` limits the workers by node."""
@@ -56,7 +56,7 @@ class ElasticLeader:
         self._started: set[int] = set()
         self._told_to_leave: set[int] = set()
         self._joining: tuple[int, ...] = ()
-        self._last_failure: JobFailure | None = None
+        self._last_failure: EndReport | None = None
         self._wait_timer: Timer | None = None
 
     @property
@@ -74,7 +74,7 @@ class ElasticLeader:
         """How many workers are wanted."""
         return self._membership.target
 
-    def failed(self, failures: Sequence[JobFailure]) -> bool:
+    def failed(self, failures: Sequence[EndReport]) -> bool:
         """Workers failed, at the same time; whether the job goes on in place."""
         if self.is_over:
             return False
@@ -282,7 +282,7 @@ class ElasticLeader:
         if next_s is not None:
             self._slots_timer = self._loop.call_later(next_s - now_s, self.follow_slots)
 
-    def _close_slots(self, failures: Sequence[JobFailure]) -> list[str]:
+    def _close_slots(self, failures: Sequence[EndReport]) -> list[str]:
         """Workers failed: their nodes get no new ones for a while, or for good. Says so, if the job goes on."""
         if self._slots is None:
             return []
@@ -337,10 +337,10 @@ class ElasticLeader:
                 timer.cancel()
 
 
-def too_few_slots(why: str, last: JobFailure | None = None) -> JobFailure:
+def too_few_slots(why: str, last: EndReport | None = None) -> EndReport:
     """The end of a job for which a host discovery script offers too little."""
     after = "" if last is None else f"; the last worker that failed: {last.cause}"
-    return JobFailure(
+    return EndReport(
         node_rank=0,
         node_name=socket.gethostname(),
         cause=f"the host discovery script offers too few slots: {why}{after}",

@@ -11,8 +11,8 @@ from typing import Self
 
 from torsh_distributed.comm.meeting.software_versions import own_software
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.failure_report import LauncherOutput
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.launcher_connection import LauncherConnection
@@ -209,7 +209,7 @@ class Follower:
                 self._has_warned = True
                 self._output.warn(f"{self._where} did not let this node in: {reason}; trying again")
             return
-        failure = JobFailure(node_rank=0, node_name=self._spec.master_addr, cause=f"its launcher is gone: {reason}")
+        failure = EndReport(node_rank=0, node_name=self._spec.master_addr, cause=f"its launcher is gone: {reason}")
         self._node.handle(End(exit_code=1, failure=failure))
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ from typing import Self
 from torsh_distributed.comm.meeting.software_versions import NodeSoftware, own_software, software_differences
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.launch.control.worker_health import Health, HealthState
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
@@ -171,7 +171,7 @@ class LauncherListener:
     def _lose(self, node_rank: int, reason: str) -> None:
         self._members.pop(node_rank).close()
         cause = f"its launcher is gone: {reason}"
-        self._leader.lose(JobFailure(node_rank=node_rank, node_name=self._names[node_rank], cause=cause))
+        self._leader.lose(EndReport(node_rank=node_rank, node_name=self._names[node_rank], cause=cause))
 
     def _send_heartbeats(self) -> None:
         for member in list(self._members.values()):
@@ -208,7 +208,7 @@ class LauncherListener:
                 self._summary_timer.fire()
             cause = f"did not join within {self._spec.join_timeout_s:g} s"
             self._leader.lose(
-                JobFailure(
+                EndReport(
                     node_rank=absent[0],
                     node_name="",
                     cause=f"node {join_numbers(absent)} of {self._spec.nnodes} {cause}",

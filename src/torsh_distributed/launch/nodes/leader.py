@@ -14,9 +14,9 @@ from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.control.plan_changes import ChangeWord, PlanChanges
 from torsh_distributed.launch.control.slot_policy import NodeSlots
 from torsh_distributed.launch.control.worker_health import Health
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader, too_few_slots
@@ -140,7 +140,7 @@ class Leader:
 
     # An elastic job
 
-    def _goes_on_in_place(self, attempt: int, failures: list[JobFailure]) -> bool:
+    def _goes_on_in_place(self, attempt: int, failures: list[EndReport]) -> bool:
         """Whether the running attempt goes on without these workers."""
         coordinator = self.coordinator
         if self._elastic is None or coordinator.phase is not JobPhase.RUNNING or coordinator.attempt != attempt:
@@ -251,7 +251,7 @@ class Leader:
             on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack, likely=found.likely or ""),
         )
 
-    def lose(self, failure: JobFailure) -> None:
+    def lose(self, failure: EndReport) -> None:
         """A node is lost."""
         if failure.node_rank != 0:
             self._send.pop(failure.node_rank, None)
@@ -264,7 +264,7 @@ class Leader:
         if self._elastic is not None:
             self._elastic.note_health(f"node {node_rank}", health)
 
-    def _outlives(self, failure: JobFailure) -> bool:
+    def _outlives(self, failure: EndReport) -> bool:
         """Whether an elastic job goes on without a node that is lost: its workers are, all at once."""
         if self._elastic is None:
             return False
@@ -325,7 +325,7 @@ class Leader:
         coordinator = self.coordinator
         if coordinator.phase is JobPhase.STOPPING and coordinator.attempt == attempt:
             cause = f"node {join_numbers(coordinator.unstopped)} did not end its workers within {limit_s:g} s"
-            self.lose(JobFailure(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
+            self.lose(EndReport(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
 
     def _open(self, attempt: int) -> Start:
         """An empty store for the attempt, on a port of its own or on the one the user chose."""
@@ -382,7 +382,7 @@ class Leader:
             return
         self._loop.unwatch(self._store.pidfd)
         cause = f"the process of the workers' store (pid {self._store.pid}) ended: {status.describe()}"
-        self.lose(JobFailure(node_rank=0, node_name=socket.gethostname(), cause=cause))
+        self.lose(EndReport(node_rank=0, node_name=socket.gethostname(), cause=cause))
 
     def _close_listeners(self) -> None:
         if self._listener is not None:

@@ -21,10 +21,10 @@ from torsh_distributed.launch.control.leaving_watch import LeavingWatch
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import NOTICED, Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE, find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
-from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import PASSED_ON
 from torsh_distributed.launch.local.terminal import Terminal
@@ -193,7 +193,7 @@ class Node:
             self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
 
-    def _note_ended(self, attempt: int, worker: JobFailure) -> None:
+    def _note_ended(self, attempt: int, worker: EndReport) -> None:
         if self._leaving is not None:
             self._leaving.forget(worker.rank)
         self.report(Ended(attempt=attempt, worker=worker))
@@ -385,7 +385,7 @@ class Node:
         """Whether this node prints what concerns the whole job."""
         return self._spec.is_leader or self._spec.repeats_reports
 
-    def _show_failure(self, failure: JobFailure) -> None:
+    def _show_failure(self, failure: EndReport) -> None:
         is_leader_lost = failure.node_rank == 0 and failure.rank is None  # which node 0 cannot report itself
         if self._reports_itself or is_leader_lost:
             self._output.show_failure(

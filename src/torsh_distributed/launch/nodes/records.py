@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torsh_distributed.errors import SerializationError
-from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.worker.rank_status import (
     GroupHistory,
     RaisedError,
@@ -49,7 +49,7 @@ class Failed:
 
     kind: Literal["failed"] = "failed"
     attempt: int
-    failure: JobFailure
+    failure: EndReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Ended:
 
     kind: Literal["ended"] = "ended"
     attempt: int
-    worker: JobFailure
+    worker: EndReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ class Stop:
 
     kind: Literal["stop"] = "stop"
     attempt: int
-    failure: JobFailure
+    failure: EndReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class End:
 
     kind: Literal["end"] = "end"
     exit_code: int
-    failure: JobFailure | None = None
+    failure: EndReport | None = None
     signal: int | None = None
     """The user's signal, to be forwarded to workers that still run; None ends them as after a failure."""
 
@@ -298,7 +298,7 @@ def _adapter() -> TypeAdapter[Any]:
     """What turns records into JSON and back; a key that the record does not have is an error."""
     from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-    nested = (JobFailure, RaisedError, RankStatus, WaitingCall, GroupHistory, SeenOperation)
+    nested = (EndReport, RaisedError, RankStatus, WaitingCall, GroupHistory, SeenOperation)
     for record in (*nested, *FromNode.__args__, *FromLeader.__args__):
         with_config(ConfigDict(extra="forbid"))(record)
     return TypeAdapter(Annotated[Message, Field(discriminator="kind")])

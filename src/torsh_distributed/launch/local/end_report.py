@@ -1,4 +1,4 @@
-"""Why an attempt failed: the record that a node makes of each worker, and every report is written from."""
+"""The record that a node makes of each worker that ends, well or not; every report is written from these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torsh_distributed.launch.worker.rank_status import RaisedError, Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFailure:
+class EndReport:
     """How a worker ended, or that a node was lost (then `rank` is None); one of them is the cause of the job's end."""
 
     node_rank: int
