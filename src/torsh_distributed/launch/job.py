@@ -26,6 +26,7 @@ from torsh_distributed.launch.local.output import LineSplitter
 from torsh_distributed.launch.local.signals import SCALING, SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
+from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
@@ -79,19 +80,19 @@ def launch_job(spec: JobSpec, *, offers: int | None = None) -> int:
         leader: Leader | None = None
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
+            leader = stack.enter_context(_lead(spec, loop, output, token=token, directory=node.directory))
             leader.on_measured = node.take_measured
             if spec.spans_nodes:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
-            if spec.elastic is not None:
-                output.say(_how_to_scale(spec, spec.elastic))
             stack.enter_context(_open_to_commands(spec, loop, leader))
-            if offers is not None:
-                _follow_offers(offers, loop, leader)
-            elif spec.elastic is not None and spec.elastic.discovery is not None:
-                stack.enter_context(_follow_hosts(spec.elastic.discovery, loop, output, leader))
+            if isinstance(leader, ElasticLeader):
+                output.say(_how_to_scale(spec, leader.elastic))
+                if offers is not None:
+                    _follow_offers(offers, loop, leader)
+                elif leader.elastic.discovery is not None:
+                    stack.enter_context(_follow_hosts(leader.elastic.discovery, loop, output, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
@@ -99,6 +100,12 @@ def launch_job(spec: JobSpec, *, offers: int | None = None) -> int:
 
             stack.enter_context(Follower(spec, loop, output, node, token=token))
         return loop.run()
+
+
+def _lead(spec: JobSpec, loop: Loop, output: LauncherOutput, *, token: str, directory: Path) -> Leader:
+    if spec.elastic is None:
+        return Leader(spec, loop, output, token=token, directory=directory)
+    return ElasticLeader(spec, spec.elastic, loop, output, token=token, directory=directory)
 
 
 def _watch_for_notice(cloud: str, loop: Loop, output: LauncherOutput, node: Node) -> SpotWatch:
@@ -126,7 +133,7 @@ def _how_to_scale(spec: JobSpec, elastic: ElasticSpec) -> str:
     return f"elastic job of {spec.world_size} workers: {how}"
 
 
-def _follow_hosts(discovery: DiscoverySpec, loop: Loop, output: LauncherOutput, leader: Leader) -> HostWatch:
+def _follow_hosts(discovery: DiscoverySpec, loop: Loop, output: LauncherOutput, leader: ElasticLeader) -> HostWatch:
     """Let the job have the workers for which a script says that this machine has slots."""
     from torsh_distributed.launch.control.host_discovery import HostWatch
 
@@ -154,7 +161,7 @@ def _follow_hosts(discovery: DiscoverySpec, loop: Loop, output: LauncherOutput, 
     return watch
 
 
-def _follow_offers(fd: int, loop: Loop, leader: Leader) -> None:
+def _follow_offers(fd: int, loop: Loop, leader: ElasticLeader) -> None:
     """Let the job have the workers for which slots are offered, by a process that knows the hosts."""
     lines = LineSplitter()
     os.set_blocking(fd, False)
