@@ -23,7 +23,6 @@ from tests.bed.world import ROOT
 from tests.observe.packets import FakeRank, job_of_two
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.observe.export.grafana_dashboard import grafana_dashboard
-from torsh_distributed.observe.export.otlp_metrics import OtlpMetrics
 from torsh_distributed.observe.export.prometheus_text import job_registry, render
 from torsh_distributed.observe.export.pushgateway import Pushgateway
 from torsh_distributed.observe.export.registry import make_exporter
@@ -31,7 +30,7 @@ from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricKind
 
 
 @contextmanager
-def receiver() -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
+def receiver(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
     """An HTTP server that keeps what it is sent: (method, path, body)."""
     taken: list[tuple[str, str, bytes]] = []
 
@@ -39,7 +38,7 @@ def receiver() -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
         def _take(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             taken.append((self.command, self.path, body))
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -70,7 +69,10 @@ def job_with_odd_labels() -> Any:
     return view
 
 
-@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0"])
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.mark.parametrize("accept", ["*/*", OPEN_METRICS])
 def test_prometheus_reads_every_family_back(accept: str) -> None:
     body, content_type = render(job_registry(job_with_odd_labels()), accept)
     parse = parse_open_metrics if "openmetrics" in content_type else parse_text
@@ -91,13 +93,21 @@ def test_prometheus_reads_every_family_back(accept: str) -> None:
     assert {sample.labels["node"] for sample in families["torsh_node_load"].samples} == {'a"b\\c\nd'}
 
 
+OTLP = pytest.mark.needs_library("opentelemetry.exporter.otlp.proto.http")
+
+
+@OTLP
 def test_otlp_reaches_a_receiver_with_every_point() -> None:
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
     view = job_of_two(5)
     with receiver() as (address, taken):
-        OtlpMetrics(address).export(view)
+        make_exporter(f"otlp:{address}").export(view)
     ((method, path, body),) = taken
     assert (method, path) == ("POST", "/v1/metrics")
-    (resource,) = json.loads(body)["resourceMetrics"]
+    (resource,) = MessageToDict(ExportMetricsServiceRequest.FromString(body))["resourceMetrics"]
+    assert {one["key"] for one in resource["resource"]["attributes"]} >= {"service.name", "torsh.run_id"}
     metrics = {metric["name"]: metric for metric in resource["scopeMetrics"][0]["metrics"]}
     points = metrics["torsh_step_seconds"]["histogram"]["dataPoints"]
     assert [point["count"] for point in points] == ["5", "5"]
@@ -162,7 +172,13 @@ def test_tensorboard_reads_every_step_from_a_private_file(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "package", "extra"),
-    [("tensorboard:logs", "tensorboard.summary.writer.record_writer", "tensorboard")],
+    [
+        ("tensorboard:logs", "tensorboard.summary.writer.record_writer", "tensorboard"),
+        ("otlp:http://localhost", "torsh_distributed.observe.export.otlp_metrics", "otlp"),
+        ("otlp-traces:http://localhost", "torsh_distributed.observe.export.otlp_traces", "otlp"),
+        ("wandb:project", "wandb", "wandb"),
+        ("mlflow:", "mlflow", "mlflow"),
+    ],
 )
 def test_an_export_without_its_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, text: str, package: str, extra: str
@@ -172,7 +188,9 @@ def test_an_export_without_its_package_names_the_extra(
         make_exporter(text)
 
 
-@pytest.mark.parametrize("text", ["", "csv", "csv:", "xml:a", "otlp:file:///etc/passwd", "pushgateway:localhost"])
+@pytest.mark.parametrize(
+    "text", ["", "csv", "csv:", "xml:a", pytest.param("otlp:file:///etc/passwd", marks=OTLP), "pushgateway:localhost"]
+)
 def test_an_export_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument):
         make_exporter(text)
@@ -244,21 +262,38 @@ def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
     json.dumps(dashboard)
 
 
+@OTLP
+@pytest.mark.parametrize("kind", ["otlp", "otlp-traces"])
+def test_a_collector_that_refuses_is_told_with_its_reason(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with receiver(status=404) as (address, taken):
+        exporter = make_exporter(f"{kind}:{address}")
+        with pytest.raises(OSError, match=r"did not take it: .*404"):
+            exporter.export(job_of_two(5))
+    assert len(taken) == 1
+    assert not caplog.records, "the caller reports it, once"
+
+
 def spans_of(bodies: list[tuple[str, str, bytes]]) -> list[dict[str, Any]]:
-    return [
+    """As a collector reads them; ids as hexadecimal text."""
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans = [
         span
         for _, _, body in bodies
-        for resource in json.loads(body)["resourceSpans"]
+        for resource in MessageToDict(ExportTraceServiceRequest.FromString(body))["resourceSpans"]
         for scope in resource["scopeSpans"]
         for span in scope["spans"]
     ]
+    for span in spans:
+        for name in ("traceId", "spanId", "parentSpanId"):
+            if name in span:
+                span[name] = base64.b64decode(span[name]).hex()
+    return spans
 
 
-@pytest.mark.needs_library("opentelemetry.proto")
+@OTLP
 def test_otlp_spans_reach_a_receiver_as_one_trace() -> None:
-    from google.protobuf.json_format import ParseDict
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
     view = job_of_two(5)
     view.take({"type": "membership", "action": "lost", "detail": "worker 1"})
     rank = FakeRank(0)
@@ -274,20 +309,13 @@ def test_otlp_spans_reach_a_receiver_as_one_trace() -> None:
         view.take({"type": "membership", "action": "ended", "exit_code": 1})
         exporter.close(view)
     assert {(method, path) for method, path, _ in taken} == {("POST", "/v1/traces")}
-    for _, _, body in taken:  # as a collector reads it; ids are hexadecimal in OTLP's JSON, base64 in protobuf's
-        record = json.loads(body)
-        for span in record["resourceSpans"][0]["scopeSpans"][0]["spans"]:
-            for name in ("traceId", "spanId", "parentSpanId"):
-                if name in span:
-                    span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
-        ParseDict(record, ExportTraceServiceRequest())
     spans = spans_of(taken)
     assert len({span["traceId"] for span in spans}) == 1
     by_id = {span["spanId"]: span for span in spans}
     steps = [span for span in spans if span["name"].startswith("step ")]
     assert len(steps) == 12, "five of two ranks, then two of one"
     (job,) = [span for span in spans if "parentSpanId" not in span]
-    assert (job["name"], job["status"]) == ("job test", {"code": 2})
+    assert (job["name"], job["status"]) == ("job test", {"code": "STATUS_CODE_ERROR"})
     assert {span["parentSpanId"] for span in steps} == {job["spanId"]}
     forward = next(span for span in spans if span["name"] == "forward")
     assert by_id[forward["parentSpanId"]]["name"] == "step 4", "the roundest of five"
@@ -306,8 +334,7 @@ def test_buckets_have_the_step_that_fell_into_them_as_exemplar() -> None:
     slow.step(compute_s=2.0)
     slow.step()
     view.take(slow.packet())
-    accept = "application/openmetrics-text; version=1.0.0"
-    body, _ = render(job_registry(view), accept)
+    body, _ = render(job_registry(view), OPEN_METRICS)
 
     def found(text: str) -> dict[str, Any]:
         families = {family.name: family for family in parse_open_metrics(text)}
@@ -320,10 +347,18 @@ def test_buckets_have_the_step_that_fell_into_them_as_exemplar() -> None:
     exemplars = found(body.decode())
     assert {bound: one.labels["step"] for bound, one in exemplars.items()} == {"0.05": "3", "2.5": "2"}
     assert exemplars["2.5"].value == pytest.approx(2.01)
+    assert b"span_id" not in body, "nothing is traced"
+
+
+@OTLP
+def test_exemplars_name_the_span_of_a_traced_step() -> None:
+    view = job_of_two(5)
     with receiver() as (address, taken):
         make_exporter(f"otlp-traces:{address}").export(view)
-    traced = found(render(job_registry(view), accept)[0].decode())["2.5"].labels
-    assert (traced["trace_id"], traced["span_id"]) in {
-        (span["traceId"], span["spanId"]) for span in spans_of(taken) if span["name"] == "step 2"
-    }
+    families = parse_open_metrics(render(job_registry(view), OPEN_METRICS)[0].decode())
+    (step_seconds,) = [family for family in families if family.name == "torsh_step_seconds"]
+    told = [sample.exemplar.labels for sample in step_seconds.samples if sample.exemplar is not None]
+    spans = {(span["traceId"], span["spanId"]): span["name"] for span in spans_of(taken)}
+    assert told
+    assert all(spans[one["trace_id"], one["span_id"]] == f"step {one['step']}" for one in told)
     assert b"trace_id" not in render(job_registry(view), "*/*")[0], "the older format has none"

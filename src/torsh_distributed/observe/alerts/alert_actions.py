@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, IoError
 from torsh_distributed.observe.alerts.alert_manager import Alert
-from torsh_distributed.observe.export.otlp_metrics import http_url
+from torsh_distributed.observe.export.base import http_url
 
 if TYPE_CHECKING:
     from torsh_distributed.plan.running_change import RunningChange

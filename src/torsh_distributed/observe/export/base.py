@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe.job.job_view import JobView, is_of_node
 from torsh_distributed.observe.job.rank_view import Value
 from torsh_distributed.observe.metrics.catalogue import MetricDefinition
@@ -36,6 +37,15 @@ class Exporter(ABC):
     def close(self, view: JobView) -> None:
         """The job has ended: send the rest."""
         self.export(view)
+
+
+def http_url(text: str) -> str:
+    """`text` if it is an http or https address; anything else would be opened as a file or another protocol."""
+    if not text.startswith(("http://", "https://")):
+        raise InvalidArgument(
+            "the address must begin with http:// or https://", hint="such as http://localhost:4318", got=text
+        )
+    return text
 
 
 def exported_values(view: JobView, names: Container[str] | None = None) -> list[ExportedValue]:

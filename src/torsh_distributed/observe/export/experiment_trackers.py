@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.observe.export.base import Exporter
 from torsh_distributed.observe.job.job_view import JobView
 
@@ -42,10 +41,8 @@ class WandbTracker(ExperimentTracker):
 
     def __init__(self, target: str) -> None:
         super().__init__()
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
+        import wandb
+
         self._run: Any = wandb.init(project=target or "torsh")
 
     @override
@@ -63,10 +60,8 @@ class MlflowTracker(ExperimentTracker):
 
     def __init__(self, target: str) -> None:
         super().__init__()
-        try:
-            import mlflow
-        except ImportError as error:
-            raise _missing("mlflow") from error
+        import mlflow
+
         self._mlflow: Any = mlflow
         if target:
             mlflow.set_tracking_uri(target)
@@ -80,9 +75,3 @@ class MlflowTracker(ExperimentTracker):
     def close(self, view: JobView) -> None:
         super().close(view)
         self._mlflow.end_run("FINISHED" if view.header.exit_code == 0 else "FAILED")
-
-
-def _missing(name: str) -> FeatureNotAvailable:
-    return FeatureNotAvailable(
-        f"this export needs {name}", hint=f'pip install "torsh-distributed[{name}]"', feature=name
-    )

@@ -1,23 +1,42 @@
-"""Metrics for OpenTelemetry: OTLP over HTTP in its JSON form, which every collector accepts. No package is needed."""
+"""Metrics for OpenTelemetry, sent by its own exporter: OTLP over HTTP, to any collector.
+
+The exporter also reads the variables that OpenTelemetry has for it, such as OTEL_EXPORTER_OTLP_HEADERS. The package is
+an extra, so this module is imported by name, by the registry of exporters.
+"""
 
 from __future__ import annotations
 
-import json
+import functools
+import logging
+import threading
 import time
-import urllib.request
-from collections.abc import Mapping
 from typing import Any
 
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from typing_extensions import override
 
-from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.export.base import ExportedValue, Exporter, exported_values
+from torsh_distributed.observe.export.base import ExportedValue, Exporter, exported_values, http_url
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary
 from torsh_distributed.observe.metrics.catalogue import BUCKETS_S, MetricKind
 
-_TIMEOUT_S = 10.0
-_CUMULATIVE = 2
+TIMEOUT_S = 5.0
+"""For one export, the package's own tries included; ours follow every ten seconds."""
+SCOPE = InstrumentationScope("torsh_distributed")
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W", "joules": "J"}
 
 
@@ -27,92 +46,84 @@ class OtlpMetrics(Exporter):
     interval_s = 10.0
 
     def __init__(self, endpoint: str) -> None:
-        self._url = http_url(endpoint).rstrip("/")
-        if not self._url.endswith("/v1/metrics"):
-            self._url += "/v1/metrics"
+        self._exporter = OTLPMetricExporter(endpoint=signal_url(endpoint, "metrics"), timeout=TIMEOUT_S)
         self._started_ns = time.time_ns()
 
     @override
     def export(self, view: JobView) -> None:
-        post_json(self._url, otlp_request(view, started_ns=self._started_ns))
+        send(self._exporter, _metrics_data(view, started_ns=self._started_ns))
 
 
-def post_json(url: str, record: Mapping[str, Any]) -> None:
-    """Send a record to an address that `http_url` has checked; raises OSError unless it is taken."""
-    request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-        url, data=json.dumps(record).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-        answer.read(1 << 16)
+def signal_url(endpoint: str, signal: str) -> str:
+    """Where a collector takes a signal; `endpoint` may name it or leave it out."""
+    url = http_url(endpoint).rstrip("/")
+    return url if url.endswith(f"/v1/{signal}") else f"{url}/v1/{signal}"
 
 
-def http_url(text: str) -> str:
-    """`text` if it is an http or https address; anything else urllib would open as a file or another protocol."""
-    if not text.startswith(("http://", "https://")):
-        raise InvalidArgument(
-            "the address must begin with http:// or https://", hint="such as http://localhost:4318", got=text
-        )
-    return text
+def send(exporter: Any, batch: Any) -> None:
+    """Export by an exporter of the package; raises OSError with the reason unless the collector takes it.
+
+    The package only logs why it failed, at every try. What it says in this thread goes into the error instead.
+    """
+    said: list[str] = []
+    sender = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread != sender:
+            return True
+        said.append(record.getMessage())
+        return False
+
+    log = logging.getLogger(type(exporter).__module__)
+    log.addFilter(keep)
+    try:
+        result = exporter.export(batch)
+    finally:
+        log.removeFilter(keep)
+    if result.name != "SUCCESS":
+        raise OSError(": ".join(["the collector did not take it", *said[:1]]))
 
 
-def otlp_request(view: JobView, *, started_ns: int) -> dict[str, Any]:
-    """An ExportMetricsServiceRequest as JSON."""
-    now_ns = time.time_ns()
+@functools.cache  # one object for the spans of a job: they are grouped by it
+def job_resource(run_id: str) -> Resource:
+    """What the signals of a job are about."""
+    return Resource({"service.name": "torsh", "torsh.run_id": run_id})
+
+
+def _metrics_data(view: JobView, *, started_ns: int) -> MetricsData:
     by_name: dict[str, list[ExportedValue]] = {}
     for one in exported_values(view):
         by_name.setdefault(one.definition.name, []).append(one)
+    now_ns = time.time_ns()
     metrics = [_metric(values, started_ns=started_ns, now_ns=now_ns) for values in by_name.values()]
-    resource = {"service.name": "torsh", "torsh.run_id": view.header.run_id}
-    scope = {"name": "torsh_distributed"}
-    return {
-        "resourceMetrics": [
-            {
-                "resource": {"attributes": otlp_attributes(resource)},
-                "scopeMetrics": [{"scope": scope, "metrics": metrics}],
-            }
-        ]
-    }
+    scope = ScopeMetrics(scope=SCOPE, metrics=metrics, schema_url="")
+    return MetricsData(
+        [ResourceMetrics(resource=job_resource(view.header.run_id), scope_metrics=[scope], schema_url="")]
+    )
 
 
-def _metric(values: list[ExportedValue], *, started_ns: int, now_ns: int) -> dict[str, Any]:
+def _metric(values: list[ExportedValue], *, started_ns: int, now_ns: int) -> Metric:
     definition = values[0].definition
-    times = {"startTimeUnixNano": str(started_ns), "timeUnixNano": str(now_ns)}
-    points: list[dict[str, Any]] = []
-    for one in values:
-        point: dict[str, Any] = {"attributes": otlp_attributes(one.labels), **times}
-        if isinstance(one.value, DistributionSummary):
-            point.update(
-                count=str(one.value.count),
-                sum=one.value.total,
-                bucketCounts=[str(number) for number in one.value.buckets],
-                explicitBounds=list(BUCKETS_S),
-            )
-        else:
-            point["asDouble"] = one.value
-        points.append(point)
-    described = {
-        "name": definition.name,
-        "description": definition.help,
-        "unit": _UNITS.get(definition.unit, definition.unit),
-    }
+    points = [_point(one, start_time_unix_nano=started_ns, time_unix_nano=now_ns) for one in values]
+    data: Any = Gauge(data_points=points)
     if definition.kind is MetricKind.DISTRIBUTION:
-        return {**described, "histogram": {"dataPoints": points, "aggregationTemporality": _CUMULATIVE}}
-    if definition.kind is MetricKind.COUNTER:
-        total = {"dataPoints": points, "aggregationTemporality": _CUMULATIVE, "isMonotonic": True}
-        return {**described, "sum": total}
-    return {**described, "gauge": {"dataPoints": points}}
+        data = Histogram(data_points=points, aggregation_temporality=AggregationTemporality.CUMULATIVE)
+    elif definition.kind is MetricKind.COUNTER:
+        data = Sum(data_points=points, aggregation_temporality=AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    unit = _UNITS.get(definition.unit, definition.unit)
+    return Metric(name=definition.name, description=definition.help, unit=unit, data=data)
 
 
-def otlp_attributes(pairs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Attributes as OTLP writes them; numbers stay numbers."""
-    return [{"key": key, "value": _attribute_value(value)} for key, value in pairs.items()]
-
-
-def _attribute_value(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
-    return {"stringValue": str(value)}
+def _point(one: ExportedValue, **times: int) -> NumberDataPoint | HistogramDataPoint:
+    if isinstance(one.value, DistributionSummary):
+        return HistogramDataPoint(
+            attributes=one.labels,
+            count=one.value.count,
+            sum=one.value.total,
+            bucket_counts=list(one.value.buckets),
+            explicit_bounds=list(BUCKETS_S),
+            min=None,  # not kept
+            max=None,
+            **times,
+        )
+    return NumberDataPoint(attributes=one.labels, value=float(one.value), **times)

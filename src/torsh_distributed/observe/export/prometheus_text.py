@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.observe.export.otlp_traces import step_span_id, trace_id
 from torsh_distributed.observe.job.job_view import JobHeader, JobView, is_of_node
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, Value
 from torsh_distributed.observe.metrics.catalogue import BUCKETS_S, MetricDefinition, MetricKind
@@ -92,7 +91,7 @@ def exemplars(view: RankView, name: str, traced: JobHeader | None) -> dict[int, 
             continue
         labels = {"step": str(step.step)}
         if traced is not None:
-            labels |= {"trace_id": trace_id(traced), "span_id": step_span_id(traced, view.rank, step.step)}
+            labels |= {"trace_id": traced.trace_id, "span_id": traced.step_span_id(view.rank, step.step)}
         found[bucket] = Exemplar(labels, seconds, round(step.time, 3))
     return found
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from torsh_distributed.observe.export.base import Exporter
-from torsh_distributed.observe.export.otlp_metrics import http_url
+from torsh_distributed.observe.export.base import Exporter, http_url
 from torsh_distributed.observe.export.prometheus_text import job_registry
 from torsh_distributed.observe.job.job_view import JobView
 

@@ -1,35 +1,42 @@
-"""Exporters by name: `kind:target`, as in `observe.exports` of a plan."""
+"""Exporters by name: `kind:target`, as in `observe.exports` of a plan. Each is imported when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable
 
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import InvalidArgument, missing_extra
 from torsh_distributed.observe.export.base import Exporter
-from torsh_distributed.observe.export.experiment_trackers import MlflowTracker, WandbTracker
-from torsh_distributed.observe.export.metric_files import CsvMetrics, JsonlMetrics
-from torsh_distributed.observe.export.otlp_metrics import OtlpMetrics
-from torsh_distributed.observe.export.otlp_traces import OtlpTraces
-from torsh_distributed.observe.export.pushgateway import Pushgateway
-from torsh_distributed.observe.export.tensorboard_events import TensorBoardEvents
 
-EXPORTERS: Mapping[str, Callable[[str], Exporter]] = {
-    "jsonl": JsonlMetrics,
-    "csv": CsvMetrics,
-    "tensorboard": TensorBoardEvents,
-    "otlp": OtlpMetrics,
-    "otlp-traces": OtlpTraces,
-    "pushgateway": Pushgateway,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
+_HOME = "torsh_distributed.observe.export"
+EXPORTERS = {
+    "jsonl": ("metric_files", "JsonlMetrics", None),
+    "csv": ("metric_files", "CsvMetrics", None),
+    "tensorboard": ("tensorboard_events", "TensorBoardEvents", "tensorboard"),
+    "otlp": ("otlp_metrics", "OtlpMetrics", "otlp"),
+    "otlp-traces": ("otlp_traces", "OtlpTraces", "otlp"),
+    "pushgateway": ("pushgateway", "Pushgateway", None),
+    "wandb": ("experiment_trackers", "WandbTracker", "wandb"),
+    "mlflow": ("experiment_trackers", "MlflowTracker", "mlflow"),
 }
+"""Kind to module, class and the extra that it needs."""
 _WITHOUT_TARGET = ("wandb", "mlflow")
 
 
 def make_exporter(text: str) -> Exporter:
-    """The exporter of `kind:target`, such as `csv:metrics.csv` or `otlp:http://localhost:4318`."""
+    """The exporter of `kind:target`, such as `csv:metrics.csv` or `otlp:http://localhost:4318`.
+
+    Raises FeatureNotAvailable with the `pip install` line if its package is missing.
+    """
     kind, target = check_export(text)
-    return EXPORTERS[kind](target)
+    module, name, extra = EXPORTERS[kind]
+    try:
+        make: Callable[[str], Exporter] = getattr(importlib.import_module(f"{_HOME}.{module}"), name)
+        return make(target)
+    except ImportError as error:
+        if extra is None:
+            raise
+        raise missing_extra(extra, f"the export {kind}") from error
 
 
 def check_export(text: str) -> tuple[str, str]:

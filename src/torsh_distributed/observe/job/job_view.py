@@ -5,6 +5,7 @@ Fed with messages; nothing in it waits, opens or computes for long. Thread-safe:
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
@@ -42,6 +43,20 @@ class JobHeader:
     """starting, running, restarting, finished or failed."""
     attempt: int = 0
     exit_code: int | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """The trace of the job: 32 hexadecimal digits."""
+        return hex_digest(16, self.run_id, self.started)
+
+    def step_span_id(self, rank: int, step: int) -> str:
+        """The span of a rank's step in the trace: 16 hexadecimal digits."""
+        return hex_digest(8, self.run_id, self.started, self.attempt, rank, step)
+
+
+def hex_digest(num_bytes: int, *parts: object) -> str:
+    """A digest of the parts, in hexadecimal digits."""
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=num_bytes).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
