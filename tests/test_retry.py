@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import InvalidArgument, IoError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import delay_s, retry
 
 QUICK = RetryConfig(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)

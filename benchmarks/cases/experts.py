@@ -17,7 +17,7 @@ from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, worth_lending
 from torsh_distributed.parallel.expert.dispatch import ExchangeSizes, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 _TOKENS, _WIDTH, _HIDDEN = 4096, 512, 2048
 _CONFIG = ExpertConfig(num_experts=8, num_experts_per_token=2, overflow="none")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarks.harness import Budget, Case, Note, Row, compare
 from torsh_distributed.parallel.expert.grouped import can_group
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 _TOKENS, _EXPERTS, _CHOICES = 16384, 8, 2
 _SIZES = ((1024, 4096), (2048, 8192), (4096, 14336))

@@ -17,7 +17,7 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed.parallel.pipeline import PipelineParallel, compute_timeline
 from torsh_distributed.parallel.tensor import tensor_parallel, tensor_parallel_context
-from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK, PipelineConfig
+from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK, PipelineConfig
 
 WIDTH, HEADS, LENGTH, BATCH, LAYERS = 256, 8, 64, 8, 4
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torsh_distributed import events
 from torsh_distributed.errors import IoError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 
 R = TypeVar("R")
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import tenacity
 
 from torsh_distributed.errors import TorshError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")

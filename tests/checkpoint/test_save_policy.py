@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.bed.world import World
 from torsh_distributed.checkpoint import save_policy
-from torsh_distributed.checkpoint.files.checkpoint_directory import REQUEST
-from torsh_distributed.checkpoint.save_policy import SaveTriggers, StepLoss, steps_to_remove
+from torsh_distributed.checkpoint.files.checkpoint_directory import REQUEST, StepLoss, steps_to_remove
+from torsh_distributed.checkpoint.save_policy import SaveTriggers
 
 FOUND = st.lists(
     st.tuples(st.integers(0, 50), st.none() | st.floats(allow_nan=True)).map(lambda pair: StepLoss(*pair)),

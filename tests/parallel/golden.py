@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests.parallel.expert.dense_experts import DenseExperts
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 from torsh_distributed.train.demos.gpt import Block, CharGPT, next_character_loss
 from torsh_distributed.train.demos.moe import with_experts
 

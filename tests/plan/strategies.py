@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import MeshConfig, Plan
 from torsh_distributed.plan.key_paths import sections_of
-from torsh_distributed.plan.sections.axes.mesh import FILL
 from torsh_distributed.plan.sections.compress import METHODS
 from torsh_distributed.plan.sections.distributed import BACKENDS
+from torsh_distributed.plan.sections.mesh import FILL
 
 SPECIAL = {
     "distributed.backend": st.sampled_from(["auto", *BACKENDS, "cpu:gloo,cuda:nccl"]),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import DdpConfig, MeshConfig, Plan, PlanDifference, TrainingConfig
-from torsh_distributed.plan.describing.field_texts import field_texts
+from torsh_distributed.plan.describing import field_texts
 from torsh_distributed.plan.key_paths import keys_of, sections_of
 from torsh_distributed.plan.plan_sections import PlanArguments
 
@@ -137,7 +137,7 @@ import sys
 from contextlib import suppress
 import torsh_distributed.errors
 before = {name for name in sys.modules if name.split(".")[0] == "torch"}
-import torsh_distributed.plan, torsh_distributed.plan.pages.reference
+import torsh_distributed.plan, torsh_distributed.plan.pages
 print(sorted({name for name in sys.modules if name.split(".")[0] == "torch"} - before))
 print(torsh_distributed.plan.Plan(dp=2).hash)
 """

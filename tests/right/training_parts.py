@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.parallel.reference import Llama
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 from torsh_distributed.train.demos.gpt import CharGPT
 
 VOCABULARY, LENGTH, WIDTH = 29, 16, 16

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.files.block_hashes import FileDamage
-from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, StepLoss, steps_to_remove
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.loading.restoring import (
@@ -33,19 +33,17 @@ from torsh_distributed.checkpoint.loading.restoring import (
 from torsh_distributed.checkpoint.loading.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
+from torsh_distributed.checkpoint.run_facts import describe, further_names, restore
 from torsh_distributed.checkpoint.save_policy import (
     FAILURE,
     PreemptionSignals,
     SaveDecision,
     SaveTriggers,
-    StepLoss,
-    steps_to_remove,
 )
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks
 from torsh_distributed.checkpoint.saving.remote_mirror import PATIENT, RemoteMirror
-from torsh_distributed.checkpoint.stateful_objects import describe, further_names, restore
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups.process_group import before_destroy
 from torsh_distributed.errors import CheckpointError

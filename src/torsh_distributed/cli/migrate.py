@@ -183,7 +183,7 @@ def check(
 def _fills(given: list[str] | tuple[str, ...]) -> dict[str, Any]:
     """`key=value` lines, each value as JSON; a value that is not JSON is text."""
     from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
-    from torsh_distributed.plan.reading.malformed import MalformedError
+    from torsh_distributed.plan.reading.limits import MalformedError
 
     found: dict[str, Any] = {}
     for line in given:

@@ -43,7 +43,7 @@ ENGINES: dict[str, EngineEntry] = {
         summary="a batch job, its ranks started by srun",
     ),
     "mpi": EngineEntry(
-        home="torsh_distributed.clusters.mpi.mpi_engine:MpiEngine",
+        home="torsh_distributed.clusters.mpi_engine:MpiEngine",
         summary="ranks started by mpiexec of MPICH or Open MPI",
     ),
     "ray": EngineEntry(

@@ -6,7 +6,7 @@ from torsh_distributed.compress.codecs.base import Codec as Codec
 from torsh_distributed.compress.codecs.base import Key as Key
 from torsh_distributed.compress.codecs.registry import codec_names as codec_names
 from torsh_distributed.compress.codecs.registry import make_codec as make_codec
-from torsh_distributed.compress.compression_stats import CompressionStats as CompressionStats
 from torsh_distributed.compress.compressor import GradientCompressor as GradientCompressor
 from torsh_distributed.compress.compressor import compressed_all_reduce as compressed_all_reduce
+from torsh_distributed.compress.compressor_state import CompressionStats as CompressionStats
 from torsh_distributed.compress.messages.compressed_gradient import CompressedGradient as CompressedGradient

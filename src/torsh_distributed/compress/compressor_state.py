@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +16,85 @@ from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import CANDIDATES, NEARLY_EXACT, AutoCodec
 from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.codecs.sparse.bernoulli import ScaledBernoulliCodec
-from torsh_distributed.compress.codecs.sparse.randomk import ScaledRandomKCodec
-from torsh_distributed.compress.compression_stats import CompressionStats
+from torsh_distributed.compress.codecs.sparse.random_choice import ScaledBernoulliCodec, ScaledRandomKCodec
 from torsh_distributed.compress.feedback import Feedback, make_feedback
-from torsh_distributed.compress.policy import is_dense_step, is_warm_up, stream_of, travels_dense
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan import CompressConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class CompressionStats:
+    """Running totals of one compressor on this rank."""
+
+    num_tensors: int = 0
+    """Tensors that were compressed."""
+
+    num_dense: int = 0
+    """Tensors sent uncompressed: small or named ones, and all of them at dense steps, warm-up included."""
+
+    num_nonfinite: int = 0
+    """Buckets not averaged because some rank's gradient held NaN or infinity."""
+
+    bytes_before: int = 0
+    """Bytes of all gradients as this rank would have sent them uncompressed: once by hand, and in an average of P ranks
+    2 (P - 1) / P times, which is what a ring sends."""
+
+    bytes_on_wire: int = 0
+    """Bytes of payload that this rank sent instead, as the codec counts them."""
+
+    error_norm: float | None = None
+    """Norm of what the last measured message left out; None until one was measured."""
+
+    original_norm: float | None = None
+    """Norm of the tensor that the message was made from."""
+
+    encode_s: float = 0.0
+    """Seconds spent in `compress`."""
+
+    decode_s: float = 0.0
+    """Seconds spent in `decompress`."""
+
+    exchange_s: float = 0.0
+    """Seconds spent in averages over a group: encoding, transfer and decoding together."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes on the wire over bytes before; None before anything was sent."""
+        return self.bytes_on_wire / self.bytes_before if self.bytes_before else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Norm of what the last measured message left out, relative to the tensor it was made from."""
+        if self.error_norm is None or not self.original_norm:
+            return None
+        return self.error_norm / self.original_norm
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """All fields and ratios, ready for JSON."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**plain, "ratio": self.ratio, "relative_error": self.relative_error}
+
+
+def is_warm_up(config: CompressConfig, step: int) -> bool:
+    """Whether this step is one of the first, which travel uncompressed."""
+    return step < config.warmup_steps
+
+
+def is_dense_step(config: CompressConfig, step: int) -> bool:
+    """Whether this step sends everything uncompressed: during warm-up, and between compressed steps."""
+    if config.name == "none" or is_warm_up(config, step):
+        return True
+    return (step - config.warmup_steps) % config.period != 0
+
+
+def travels_dense(config: CompressConfig, name: str, numel: int) -> bool:
+    """Whether this tensor is never compressed: it is small, or a pattern of `skip_names` matches its name."""
+    return numel < config.skip_below_numel or any(fnmatchcase(name, pattern) for pattern in config.skip_names)
+
+
+def stream_of(names: Iterable[str]) -> int:
+    """A number for tensors that travel as one, equal on all ranks and in every run (unlike `hash`)."""
+    return zlib.crc32("\n".join(names).encode())
 
 
 class CompressorState:

@@ -1,9 +1,8 @@
-"""Typed events (`types`), the bus that delivers them (`bus`), a file sink (`jsonl`), and the `points` of a step."""
+"""Typed events (`types`), the bus that delivers them (`bus`), a file sink (`jsonl`), points of a step (`durations`)."""
 
 from torsh_distributed.events.bus import Handler, emit, subscribe, wanted
-from torsh_distributed.events.durations import each_in_phase, phase, waiting
+from torsh_distributed.events.durations import PointWatcher, each_in_phase, phase, reached, waiting, watch_points
 from torsh_distributed.events.jsonl import JsonlSink, to_record
-from torsh_distributed.events.points import PointWatcher, reached, watch_points
 from torsh_distributed.events.types import (
     AlertEvent,
     BucketEvent,

@@ -83,8 +83,7 @@ def _document(path: Path) -> Mapping[str, Any] | None:
     """
     from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
     from torsh_distributed.plan.reading import yaml_format
-    from torsh_distributed.plan.reading.limits import read_limited
-    from torsh_distributed.plan.reading.malformed import MalformedError
+    from torsh_distributed.plan.reading.limits import MalformedError, read_limited
 
     readers = [parse_hjson, yaml_format.parse] if path.suffix not in (".yaml", ".yml") else [yaml_format.parse]
     missing: FeatureNotAvailable | None = None

@@ -13,8 +13,7 @@ from torsh_distributed.errors import ConfigurationError, IoError
 def read_document(path: Path) -> dict[str, Any]:
     """The table in the file. Raises IoError if it cannot be read, ConfigurationError if it is none."""
     from torsh_distributed.plan.reading import yaml_format
-    from torsh_distributed.plan.reading.limits import read_limited
-    from torsh_distributed.plan.reading.malformed import MalformedError
+    from torsh_distributed.plan.reading.limits import MalformedError, read_limited
 
     if not path.is_file():
         raise IoError(f"there is no file {path}", hint="name a config file", path=str(path))

@@ -28,8 +28,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import compile_model
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
 from torsh_distributed.parallel.torch_internals import _get_current_function_mode_stack
-from torsh_distributed.plan.sections.activation import ActivationConfig
-from torsh_distributed.plan.sections.compile import CompileConfig
+from torsh_distributed.plan.sections.training import ActivationConfig, CompileConfig
 
 Forward = Callable[..., Any]
 

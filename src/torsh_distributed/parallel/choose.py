@@ -25,7 +25,7 @@ from torsh_distributed.parallel.weights.drawn_weights import DrawnWeights
 from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
-from torsh_distributed.plan.compatibility.offload_rules import pages_model
+from torsh_distributed.plan.compatibility.recovery_rules import pages_model
 
 StrategyKind = Literal["composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 

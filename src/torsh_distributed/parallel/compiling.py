@@ -20,7 +20,7 @@ from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.parallel import torch_internals
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
-from torsh_distributed.plan.sections.compile import CompileConfig
+from torsh_distributed.plan.sections.training import CompileConfig
 
 _log = logging.getLogger(__name__)
 

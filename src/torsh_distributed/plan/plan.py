@@ -14,7 +14,7 @@ from typing_extensions import override
 from torsh_distributed import upward
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.compatibility.rules import clashes_in, impossible_in
-from torsh_distributed.plan.describing.explanation import ExplainedKey, Explanation, show
+from torsh_distributed.plan.describing import ExplainedKey, Explanation, show
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections
 from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
@@ -27,7 +27,7 @@ from torsh_distributed.plan.reading.value_sources import (
     values_from_environment,
     values_from_file,
 )
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
 from torsh_distributed.plan.support import gate_of, status_of
 
 

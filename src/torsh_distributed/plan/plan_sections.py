@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torsh_distributed.plan.section import Section
-from torsh_distributed.plan.sections.activation import ActivationConfig
-from torsh_distributed.plan.sections.axes.context import ContextConfig
-from torsh_distributed.plan.sections.axes.ddp import DdpConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
-from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
-from torsh_distributed.plan.sections.compile import CompileConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
+from torsh_distributed.plan.sections.data import DdpConfig, FsdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
-from torsh_distributed.plan.sections.elastic import ElasticConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
+from torsh_distributed.plan.sections.mesh import ContextConfig, MeshConfig, PipelineConfig, TensorConfig
 from torsh_distributed.plan.sections.observe import ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
-from torsh_distributed.plan.sections.precision import PrecisionConfig
-from torsh_distributed.plan.sections.recovery import RecoveryConfig
-from torsh_distributed.plan.sections.retry import RetryConfig
-from torsh_distributed.plan.sections.training import TrainingConfig
+from torsh_distributed.plan.sections.recovery import CheckpointConfig, ElasticConfig, RecoveryConfig, RetryConfig
+from torsh_distributed.plan.sections.training import ActivationConfig, CompileConfig, PrecisionConfig, TrainingConfig
 
 
 class PlanArguments(TypedDict, total=False):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.allowed_values import choices, describe
+from torsh_distributed.plan.describing import choices, describe
 from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
 
 FOUND = "plan_problem"

@@ -9,7 +9,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.explanation import show
+from torsh_distributed.plan.describing import show
 from torsh_distributed.plan.plan import Plan
 
 CHANGEABLE: Mapping[str, str] = {

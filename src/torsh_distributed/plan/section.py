@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
 
-from torsh_distributed.plan.describing.field_texts import field_texts
+from torsh_distributed.plan.describing import field_texts
 from torsh_distributed.plan.problems import FOUND, Problem, configuration_error, problems_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torsh_distributed.plan.compatibility.offload_rules import pages_model
+from torsh_distributed.plan.compatibility.recovery_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {}

@@ -16,7 +16,8 @@ from tests.comm.groups.test_abort import start
 from tests.parallel.composed.test_combinations import engine_of, plan_of, run
 from tests.train.test_checkpointing import OPTIMIZER_ONLY, digests
 from torsh_distributed.checkpoint import CheckpointMetadata, NeighbourReplicas, recover
-from torsh_distributed.checkpoint.stateful_objects import describe
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import holders_of, holders_of_lost
+from torsh_distributed.checkpoint.run_facts import describe
 from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
@@ -140,3 +141,23 @@ def test_a_rank_lost_with_its_neighbour_is_refused_on_every_survivor(world: Worl
     for outcome in outcomes[:2]:
         assert outcome.is_ok, outcome.trace
         assert all("rank 2 is gone from memory: rank 2 and rank 3" in text for text in outcome.value)
+
+
+def test_the_copy_is_on_the_next_node_at_the_same_place() -> None:
+    assert holders_of(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert holders_of(["a", "b", "a", "b"]) == [1, 0, 3, 2]
+    assert holders_of(["a"] * 4) == [1, 2, 3, 0]
+
+
+def test_uneven_nodes_leave_no_rank_without_a_copy() -> None:
+    nodes = ["a", "a", "a", "b"]
+    holders = holders_of(nodes)
+    assert all(nodes[rank] != nodes[holder] for rank, holder in enumerate(holders))
+
+
+def test_a_rank_lost_with_its_neighbour_is_refused() -> None:
+    holders = holders_of(["a"] * 4)
+    assert holders_of_lost(holders, {0, 1, 3}) == {2: 3}
+    assert holders_of_lost(holders, {0, 2}) == {1: 2, 3: 0}
+    with pytest.raises(CheckpointError, match="rank 2 is gone from memory: rank 2 and rank 3, which kept its copy"):
+        holders_of_lost(holders, {0, 1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_distributed.checkpoint.replicas.neighbours import holders_of
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import holders_of
 from torsh_distributed.checkpoint.replicas.recovery import SurvivorReport, plan_recovery
 from torsh_distributed.errors import CheckpointError
 

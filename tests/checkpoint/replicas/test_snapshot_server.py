@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torsh_distributed.checkpoint.replicas.snapshot_memory import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, connect_to_server
-from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 
 
 def test_who_lacks_the_secret_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:

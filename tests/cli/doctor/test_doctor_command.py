@@ -32,7 +32,7 @@ def test_the_machine_is_checked_and_bad_variables_fail_it(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_real_all_reduce_ends_the_checks() -> None:
-    from torsh_distributed.cli.doctor.all_reduce_check import check_all_reduce
+    from torsh_distributed.cli.doctor.doctor_command import check_all_reduce
 
     found = check_all_reduce()
     assert found.passed, found

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan, support
-from torsh_distributed.plan.pages import compatibility_page
-from torsh_distributed.plan.pages.reference import render
+from torsh_distributed.plan.pages import render_compatibility, render_reference
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples/plans").glob("*.toml"))
@@ -335,12 +334,12 @@ def test_schema_describes_every_section() -> None:
 
 
 def test_reference_prints_the_page_or_writes_it(tmp_path: Path) -> None:
-    assert torsh_plan("reference").output == render()
+    assert torsh_plan("reference").output == render_reference()
     assert torsh_plan("reference", "--output", tmp_path / "plan.md").exit_code == 0
-    assert (tmp_path / "plan.md").read_text() == render()
+    assert (tmp_path / "plan.md").read_text() == render_reference()
 
 
 def test_compatibility_prints_the_page_or_writes_it(tmp_path: Path) -> None:
-    assert torsh_plan("compatibility").output == compatibility_page.render()
+    assert torsh_plan("compatibility").output == render_compatibility()
     assert torsh_plan("compatibility", "--output", tmp_path / "page.md").exit_code == 0
-    assert (tmp_path / "page.md").read_text() == compatibility_page.render()
+    assert (tmp_path / "page.md").read_text() == render_compatibility()

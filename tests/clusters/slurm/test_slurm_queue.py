@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torsh_distributed.clusters.cluster_engine import JobState
-from torsh_distributed.clusters.slurm.slurm_queue import combine, parse_sacct, parse_scontrol
+from torsh_distributed.clusters.slurm.slurm_engine import combine, parse_sacct, parse_scontrol
 
 LINE = (
     "JobId={id} JobName=x UserId=root(0) JobState={state} Reason={reason} Dependency=(null) Requeue=1 "

@@ -6,8 +6,7 @@ import pytest
 
 from torsh_distributed.compress.codecs import codec_names, make_codec
 from torsh_distributed.compress.codecs.dense.bimodal import BimodalCodec
-from torsh_distributed.compress.codecs.dense.int8 import Int8Codec
-from torsh_distributed.compress.codecs.dense.nbit import NbitCodec
+from torsh_distributed.compress.codecs.dense.rounding import Int8Codec, NbitCodec
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan.sections.compress import METHODS
 

@@ -17,11 +17,11 @@ from tests.bed.world import World
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.codecs.dense.int8 import Int8Codec
+from torsh_distributed.compress.codecs.dense.rounding import Int8Codec
 from torsh_distributed.compress.codecs.dense.sign import SignCodec
 from torsh_distributed.compress.exchange import dense_exchange
 from torsh_distributed.compress.exchange.dense_exchange import all_gather_encoded, reduce_scatter_mean, shard_bounds
-from torsh_distributed.compress.messages.envelope import HEADER_BYTES
+from torsh_distributed.compress.messages.compressed_gradient import HEADER_BYTES
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
 
 # The norm of the error relative to that of the plain mean, for gradients of a normal distribution, both legs together.

@@ -15,7 +15,7 @@ from tests.compress.codecs.checks import gradient
 from tests.compress.examples import examples
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.sparse.threshold import ThresholdCodec
+from torsh_distributed.compress.codecs.sparse.magnitude import ThresholdCodec
 from torsh_distributed.compress.exchange import sparse_exchange
 from torsh_distributed.compress.exchange.sparse_exchange import BlockCyclic
 from torsh_distributed.compress.messages.sparse import Sparse

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.trace.recorded import EventWriter, write_run
-from torsh_distributed.cli.trace.analysis_text import recommendation_lines
+from torsh_distributed.cli.trace.trace_commands import recommendation_lines
 from torsh_distributed.errors import IoError
 from torsh_distributed.observe.bottlenecks.bottleneck import BottleneckType, analyse
 from torsh_distributed.observe.bottlenecks.recommendation import recommend

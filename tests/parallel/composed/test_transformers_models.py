@@ -31,7 +31,7 @@ from torsh_distributed.plan import (
     Plan,
     TrainingConfig,
 )
-from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK
+from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK
 from torsh_distributed.train import Engine, parallelize
 
 pytestmark = [

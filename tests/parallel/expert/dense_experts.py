@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 
 class Reference:

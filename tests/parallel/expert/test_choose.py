@@ -18,7 +18,7 @@ from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos import gpt
 

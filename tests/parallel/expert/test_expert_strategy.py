@@ -15,8 +15,8 @@ from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.plan import DdpConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
 from torsh_distributed.train.demos import gpt, moe
 
 STEPS = 20

@@ -17,7 +17,7 @@ from torsh_distributed.parallel.expert.grouped import (
     segments_of,
 )
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 
 def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[ExpertSegment, ...]) -> Tensor:

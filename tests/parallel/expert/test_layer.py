@@ -20,7 +20,7 @@ from torsh_distributed.errors import ConfigurationError, InvalidArgument, Tensor
 from torsh_distributed.parallel.expert.balancing.lending import Lending
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.parallel.models.materialize import Materializer
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 DIM, HIDDEN = 6, 10
 

@@ -18,7 +18,7 @@ from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.pipeline.schedule import planned_order
-from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK, PipelineConfig
+from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK, PipelineConfig
 from torsh_distributed.train.demos.gpt import next_character_loss
 
 

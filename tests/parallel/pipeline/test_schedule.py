@@ -9,7 +9,7 @@ import pytest
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.pipeline import Timeline, compute_timeline
 from torsh_distributed.parallel.pipeline.schedule import lay_out
-from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK, PipelineConfig
+from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK, PipelineConfig
 
 
 def config(schedule: str, num_microbatches: int) -> PipelineConfig:

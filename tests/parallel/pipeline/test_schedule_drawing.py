@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torsh_distributed.parallel.pipeline import Timeline, compute_timeline, draw_schedule, schedule_text
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.mesh import PipelineConfig
 
 
 def shown(timeline: Timeline) -> list[str]:

@@ -17,7 +17,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.shard_records import MemoryStats
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
-from torsh_distributed.plan.sections.precision import PrecisionConfig
+from torsh_distributed.plan.sections.training import PrecisionConfig
 from torsh_distributed.train import parallelize
 
 WIDTH = 64

@@ -29,7 +29,7 @@ from torsh_distributed.parallel.sharded import communication
 from torsh_distributed.parallel.sharded import module as sharded_module
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.plan import FsdpConfig, MeshConfig
-from torsh_distributed.plan.sections.precision import PrecisionConfig
+from torsh_distributed.plan.sections.training import PrecisionConfig
 
 WIDTH = 12
 STEPS = 3

@@ -14,7 +14,7 @@ from typing_extensions import override
 from tests.parallel.reference import BATCH, batches, build
 from torsh_distributed.errors import TorshError
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss
 from torsh_distributed.train.demos.moe import with_experts

@@ -19,7 +19,7 @@ from torsh_distributed.parallel.sharded.compression import check_method
 from torsh_distributed.plan import PipelineConfig, Plan
 from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
 from torsh_distributed.plan.key_paths import keys_of
-from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK
+from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK
 
 Document = dict[str, dict[str, Any]]
 

@@ -1,2 +1,2 @@
 """The files of a checkpoint: `manifest` says what is in one, `block_hashes` whether it still is; none needs torch but
-`tensor_archive` and `dcp_metadata`, which write tensors as `torch.distributed.checkpoint` does."""
+`tensor_archive`, which writes tensors as `torch.distributed.checkpoint` does."""

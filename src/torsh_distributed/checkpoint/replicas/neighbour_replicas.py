@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -23,15 +23,13 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
-from torsh_distributed.checkpoint.replicas.neighbours import holders_of, holders_of_lost
-from torsh_distributed.checkpoint.replicas.snapshot_memory import SnapshotMemory, directory_of
+from torsh_distributed.checkpoint.replicas.snapshot_memory import Snapshot, SnapshotMemory, SnapshotShelf, directory_of
 from torsh_distributed.checkpoint.replicas.snapshot_server import (
     CHUNK_BYTES,
     SnapshotServer,
     connect_to_server,
     give_way,
 )
-from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.saving.box_agreement import BoxAgreement
 from torsh_distributed.checkpoint.saving.box_assignment import to_plain
 from torsh_distributed.checkpoint.saving.file_image import FileImage
@@ -44,6 +42,38 @@ from torsh_distributed.comm.serialization import serialize
 from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CheckpointError, InvalidArgument
 from torsh_distributed.parallel.state.held_state import HeldState
+
+
+def holders_of(nodes: Sequence[str]) -> list[int]:
+    """For every rank the one that keeps its copy: on the next node, at the same place there; on one node the next rank.
+
+    `nodes` is each rank's node. Where nodes have different numbers of ranks, some keep several copies.
+    """
+    order = list(dict.fromkeys(nodes))
+    if len(order) == 1:
+        return [(rank + 1) % len(nodes) for rank in range(len(nodes))]
+    members = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in order}
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    return [
+        members[following[node]][members[node].index(rank) % len(members[following[node]])]
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def holders_of_lost(holders: Sequence[int], survivors: Collection[int]) -> dict[int, int]:
+    """For every lost rank the survivor that keeps its copy; CheckpointError if that one is lost as well."""
+    found = {rank: holder for rank, holder in enumerate(holders) if rank not in survivors}
+    gone = {rank: holder for rank, holder in found.items() if holder not in survivors}
+    if gone:
+        rank, holder = next(iter(gone.items()))
+        raise CheckpointError(
+            f"the state of rank {rank} is gone from memory: "
+            f"rank {rank} and rank {holder}, which kept its copy, are lost",
+            hint="load the newest checkpoint from the disk",
+            lost=sorted(found),
+        )
+    return found
+
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,9 @@ from torsh_distributed import known_variables
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, data_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
 from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
-from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, listen_address
-from torsh_distributed.checkpoint.replicas.neighbours import holders_of_lost
-from torsh_distributed.checkpoint.replicas.snapshot_memory import FoundSnapshot, find_kept
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, holders_of_lost, listen_address
+from torsh_distributed.checkpoint.replicas.snapshot_memory import FoundSnapshot, Snapshot, SnapshotShelf, find_kept
 from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, connect_to_server
-from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
 from torsh_distributed.checkpoint.saving.box_assignment import from_plain
 from torsh_distributed.checkpoint.saving.node_ranks import gathered

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
+from torsh_distributed.checkpoint.replicas.snapshot_memory import Snapshot, SnapshotShelf
 from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.comm.transport.frames import FrameLimits
 

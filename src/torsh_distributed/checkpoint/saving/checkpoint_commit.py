@@ -6,17 +6,18 @@ marker; the keeper of each directory writes them and gives the directory its nam
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torsh_distributed.checkpoint.files.block_hashes import FileRecord, record_of, write_file
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, cannot_write
-from torsh_distributed.checkpoint.files.dcp_metadata import dcp_metadata
 from torsh_distributed.checkpoint.files.manifest import (
     DCP_INDEX,
     MANIFEST,
@@ -27,12 +28,45 @@ from torsh_distributed.checkpoint.files.manifest import (
     Manifest,
     marker_for,
 )
+from torsh_distributed.checkpoint.files.tensor_index import TensorIndex
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
 from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim
 from torsh_distributed.checkpoint.saving.file_image import FileImage
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.comm.collectives.objects import gather_object
 from torsh_distributed.errors import CheckpointError
+
+_ZSTD = ("stream.zstd/1",)
+"""torch's name for the compression, which its own reader undoes."""
+
+
+def dcp_metadata(index: TensorIndex, *, is_compressed: bool) -> bytes:
+    """The contents of `.metadata` for an index."""
+    # Here, not above: it takes a second to import, and only one rank writes it.
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from torsh_distributed.checkpoint.torch_internals import _StorageInfo
+
+    described: dict[str, Any] = {}
+    places = {}
+    for name, tensor in index.tensors.items():
+        described[name] = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, tensor.dtype)),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
+        )
+        for number, box in enumerate(tensor.boxes):
+            where = _StorageInfo(box.file, box.start, box.length, _ZSTD if is_compressed else None)
+            places[MetadataIndex(name, box.offsets, number)] = where
+    # planner_data: torch's planner asks it for the path of each name in a nested state; ours are flat.
+    flat = {name: (name,) for name in described}
+    return pickle.dumps(Metadata(described, planner_data=flat, storage_data=places, version="1.0.0"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torsh_distributed.checkpoint.files.checkpoint_directory import step_called
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
 from torsh_distributed.circuit_breaker import CircuitBreaker
 from torsh_distributed.errors import CheckpointError, IoError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import retry
 from torsh_distributed.unreadable_data import unreadable_as
 

@@ -13,10 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from torsh_distributed.checkpoint.files.block_hashes import damaged
-from torsh_distributed.checkpoint.files.checkpoint_directory import REQUEST, CheckpointDirectory, is_written_to
+from torsh_distributed.checkpoint.files.checkpoint_directory import (
+    REQUEST,
+    CheckpointDirectory,
+    StepLoss,
+    is_written_to,
+    steps_to_remove,
+)
 from torsh_distributed.checkpoint.files.manifest import MARKER, Manifest, read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage, foreign_files, read_index
-from torsh_distributed.checkpoint.save_policy import StepLoss, steps_to_remove
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.terminal_text import neutral
 

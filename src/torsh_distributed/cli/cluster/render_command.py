@@ -77,8 +77,8 @@ def render(
     Options come before WHAT. Several files are printed one after another, each under its name.
     """
     from torsh_distributed.clusters.engine_options import parse_settings
+    from torsh_distributed.clusters.render.rendered_files import render as render_files
     from torsh_distributed.clusters.render.rendered_files import write_files
-    from torsh_distributed.clusters.render.renderers import render as render_files
     from torsh_distributed.clusters.submission import Submission
     from torsh_distributed.clusters.submitting import new_job_name
     from torsh_distributed.clusters.time_limits import parse_duration

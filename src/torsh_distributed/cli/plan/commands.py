@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from torsh_distributed.parallel.mesh.layout import MeshLayout
-    from torsh_distributed.plan.describing.explanation import ExplainedKey
+    from torsh_distributed.plan.describing import ExplainedKey
 
 # What only some of these commands need is imported by them: checking a plan takes a quarter of a second.
 app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
@@ -99,17 +99,17 @@ def schema() -> None:
 @app.command("reference", hidden=True)
 def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
-    from torsh_distributed.plan.pages import reference as plan_reference
+    from torsh_distributed.plan.pages import render_reference
 
-    _put(plan_reference.render(), output)
+    _put(render_reference(), output)
 
 
 @app.command("compatibility", hidden=True)
 def compatibility(output: OutputFile = None) -> None:
     """Print the page of what goes together in a plan, or write it to a file."""
-    from torsh_distributed.plan.pages import compatibility_page
+    from torsh_distributed.plan.pages import render_compatibility
 
-    _put(compatibility_page.render(), output)
+    _put(render_compatibility(), output)
 
 
 def _put(page: str, output: Path | None) -> None:
@@ -125,7 +125,7 @@ def _table(rows: list[ExplainedKey]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from torsh_distributed.plan.describing.explanation import show as as_text
+    from torsh_distributed.plan.describing import show as as_text
 
     table = Table("Key", "Value", "Source", "Status")
     table.columns[0].no_wrap = True
@@ -136,8 +136,7 @@ def _table(rows: list[ExplainedKey]) -> Table:
 
 def _show_on(plan: Plan, world: int, console: Console, png: Path | None) -> None:
     """The plan on `world` ranks: its mesh, its pipeline's schedule, the samples of a step."""
-    from torsh_distributed.cli.plan.mesh_drawing import describe_axes, draw_mesh
-    from torsh_distributed.cli.plan.picture import draw_plan
+    from torsh_distributed.cli.plan.mesh_drawing import describe_axes, draw_mesh, draw_plan
     from torsh_distributed.parallel.mesh.layout import MeshLayout
 
     layout = MeshLayout(plan.mesh.resolve(world))

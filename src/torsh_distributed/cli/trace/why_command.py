@@ -18,7 +18,7 @@ def why(
     run: RunFolder, json: Annotated[bool, typer.Option("--json", help="Answer as one JSON object.")] = False
 ) -> None:
     """Say why a recorded run is slow, with the evidence, and what to change, with the gain that follows from it."""
-    from torsh_distributed.cli.trace.analysis_text import bottleneck_lines, recommendation_lines, summary_lines
+    from torsh_distributed.cli.trace.trace_commands import bottleneck_lines, recommendation_lines, summary_lines
     from torsh_distributed.observe.bottlenecks.bottleneck import analyse
     from torsh_distributed.observe.bottlenecks.recommendation import recommend
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_distributed.clusters.hosted.host_checks import require_fitting, visible_gpus
-from torsh_distributed.clusters.hosted.rank_folder import sweep_rank_folders
 from torsh_distributed.clusters.hosted.rank_host import (
     HostNews,
     HostPool,
@@ -30,6 +28,8 @@ from torsh_distributed.clusters.hosted.rank_host import (
     SizeWanted,
     Work,
     own_facts,
+    require_fitting,
+    visible_gpus,
 )
 from torsh_distributed.clusters.hosted.rank_variables import (
     HostedEndpoint,
@@ -37,6 +37,7 @@ from torsh_distributed.clusters.hosted.rank_variables import (
     order_by_node,
     places_on,
     rank_variables,
+    sweep_rank_folders,
 )
 from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.comm.trust.job_secret import new_secret

@@ -23,8 +23,8 @@ from typing import Any
 
 from torsh_distributed import known_variables
 from torsh_distributed.clusters.hosted.forked_rank import ForkedRank, RankForker, can_fork
-from torsh_distributed.clusters.hosted.rank_folder import rank_folder
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, FunctionWork, RankFailure, RankOutcome, RankTask
+from torsh_distributed.clusters.hosted.rank_variables import rank_folder
 from torsh_distributed.clusters.hosted.reporting import reporting_to
 from torsh_distributed.comm.trust.job_secret import SECRET_FILE_VARIABLE, TOKEN_VARIABLE, write_secret_file
 from torsh_distributed.errors import ProcessFailure

@@ -1,6 +1,6 @@
 """Ray: ranks as actors of a placement group, and the way into Ray Train, Tune, Data and Serve.
 
-Read `run_on_ray` (a function on workers), then `actor_pool` (how actors host ranks); `ray_engine` submits scripts.
+Read `actor_pool` (a function on workers, and how actors host ranks); `ray_engine` submits scripts.
 """
 
 from torsh_distributed.lazy import exports as _exports

@@ -1,10 +1,10 @@
 from torsh_distributed.clusters.hosted.reporting import report as report
 from torsh_distributed.clusters.hosted.reporting import resume_directory as resume_directory
+from torsh_distributed.clusters.ray.actor_pool import run_training as run_training
 from torsh_distributed.clusters.ray.dataset_rows import RayRows as RayRows
 from torsh_distributed.clusters.ray.dataset_rows import RayStream as RayStream
 from torsh_distributed.clusters.ray.ray_config import RayConfig as RayConfig
 from torsh_distributed.clusters.ray.ray_engine import RayEngine as RayEngine
-from torsh_distributed.clusters.ray.run_on_ray import run_training as run_training
 from torsh_distributed.clusters.ray.serving import ServeConfig as ServeConfig
 from torsh_distributed.clusters.ray.serving import serve_model as serve_model
 from torsh_distributed.clusters.ray.serving import stop_serving as stop_serving

@@ -5,11 +5,14 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from torsh_distributed.clusters.hosted.function_packing import pack_function
+from torsh_distributed.clusters.hosted.hosted_job import HostedJob, HostedSpec
 from torsh_distributed.clusters.hosted.rank_host import (
     EntryWork,
     HostFacts,
@@ -24,10 +27,19 @@ from torsh_distributed.clusters.hosted.rank_host import (
     RankTask,
     SizeWanted,
 )
+from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.clusters.ray.rank_actor import LeaderActor, RankActor
 from torsh_distributed.clusters.ray.ray_config import RayConfig, most_that_fit
-from torsh_distributed.clusters.ray.ray_connection import CarriedCode, require_package, shown, totals_by_node
+from torsh_distributed.clusters.ray.ray_connection import (
+    CarriedCode,
+    connected,
+    refuse_ray_client,
+    require_package,
+    shown,
+    totals_by_node,
+)
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, OperationTimeout, ProcessFailure
+from torsh_distributed.launch.spec import ElasticSpec
 
 _log = logging.getLogger(__name__)
 
@@ -353,3 +365,44 @@ def _first_lines(error: BaseException) -> str:
     """What Ray says about an error, without its advertisement for its own tools."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:6])[:600]
+
+
+R = TypeVar("R")
+
+
+def run_training(
+    function: Callable[..., R],
+    *,
+    num_workers: int,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    config: RayConfig | None = None,
+    name: str | None = None,
+    max_restarts: int = 0,
+    elastic: ElasticSpec | None = None,
+    env: Mapping[str, str] | None = None,
+    time_limit_s: float | None = None,
+    on_report: ReportSink | None = None,
+) -> list[R]:
+    """Call `function(*args, **kwargs)` on `num_workers` actors; returns their results by rank.
+
+    Each finds its rank in the environment, as under `torsh run`: `td.init()` and everything after it are the same.
+    Ranks of one node share memory. If a rank or its node is lost, an `elastic` job goes on in place; otherwise, and
+    `max_restarts` times, all start again, and the Engine goes on from its last checkpoint. Raises ProcessFailure with
+    the rank's traceback if the job fails. Either way no actor is left. `on_report` takes what rank 0 says by `report`.
+    """
+    chosen = config or RayConfig()
+    with connected(chosen.address) as ray:
+        refuse_ray_client(ray)
+        work = pack_function(function, args, dict(kwargs or {}), pickler="ray.cloudpickle")
+        spec = HostedSpec(
+            work=work,
+            name=name or f"ray-{secrets.token_hex(4)}",
+            num_workers=num_workers,
+            max_restarts=max_restarts,
+            elastic=elastic,
+            variables=dict(env or {}),
+            time_limit_s=time_limit_s,
+            on_report=on_report,
+        )
+        return HostedJob(RayPool(ray, chosen, is_elastic=elastic is not None, prepares=True), spec).run()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torsh_distributed.clusters.hosted.reporting import RESUME_VARIABLE, reporting_to
+from torsh_distributed.clusters.ray.actor_pool import run_training
 from torsh_distributed.clusters.ray.ray_config import RayConfig
 from torsh_distributed.clusters.ray.ray_connection import connected
-from torsh_distributed.clusters.ray.run_on_ray import run_training
 from torsh_distributed.clusters.ray.search_methods import choose_method, make_scheduler, make_searcher
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
 from torsh_distributed.plan import Plan

@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.clusters.time_limits import clock_time
+from torsh_distributed.clusters.time_limits import clock_time, parse_memory
 from torsh_distributed.errors import InvalidArgument
 
 OPTIONS = {

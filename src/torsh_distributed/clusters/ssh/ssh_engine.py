@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from typing_extensions import override
 
 from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
-from torsh_distributed.clusters.engine_programs import required_program
+from torsh_distributed.clusters.engine_programs import ask_program, required_program
 from torsh_distributed.clusters.job_records import find_record
 from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
@@ -22,10 +23,70 @@ from torsh_distributed.clusters.local.background_jobs import (
 )
 from torsh_distributed.clusters.run_arguments import entry_arguments, rank_variables, refuse_limits
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.errors import CommunicationError, InvalidArgument
+from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
 from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
-from torsh_distributed.launch.ssh.ssh_client import SshClient
+from torsh_distributed.launch.ssh.ssh_client import FAILED, SshClient, explain_failure
 from torsh_distributed.upward import COMMAND_LINE
+
+_ENTRY_TIMEOUT_S = 60.0
+
+
+def require_entry(client: SshClient, hosts: Sequence[RemoteHost]) -> None:
+    """Enter all hosts at once; raises CommunicationError with the reason of each that does not let us in.
+
+    A job in the background could only write that into its log, after `torsh submit` has succeeded.
+    """
+    import_ours = f"exec {shlex.quote(client.python)} -c 'import torsh_distributed'"
+    entering = [
+        subprocess.Popen(
+            [*client.command(host)[:-1], import_ours],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        for host in hosts
+    ]
+    problems, hints = [], []
+    try:
+        for host, process in zip(hosts, entering, strict=True):
+            said = process.communicate(timeout=_ENTRY_TIMEOUT_S)[1].splitlines()
+            if process.returncode == FAILED:
+                failure = explain_failure(host, said)
+                problems.append(f"{host.target}: {failure.said}")
+                hints.append(failure.hint)
+            elif process.returncode:
+                problems.append(f"{host.target}: {said[-1] if said else f'exit code {process.returncode}'}")
+                hints.append("install torsh-distributed there, or name the Python that has it: --set python=…")
+    except subprocess.TimeoutExpired:
+        raise OperationTimeout(
+            f"{host.target} did not answer within {_ENTRY_TIMEOUT_S:g} s",
+            hint=f"try it by hand: ssh {host.target}",
+            operation="ssh",
+        ) from None
+    finally:
+        for process in entering:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    if problems:
+        raise CommunicationError(
+            "the job was not submitted: " + "; ".join(problems),
+            hint="; ".join(dict.fromkeys(hints)),
+            hosts=", ".join(host.target for host in hosts),
+        )
+
+
+_TIMEOUT_S = 30.0
+
+
+def scale_on_host(host: RemoteHost, client: SshClient, job: str, workers: int) -> str:
+    """What the launcher answers; raises CommunicationError with what it says against it."""
+    words = [client.python, "-m", "torsh_distributed.launch.ssh.host_scale", job, str(workers)]
+    command = [*client.command(host)[:-1], f"exec {shlex.join(words)}"]
+    return ask_program(command, timeout_s=_TIMEOUT_S, hint="was the job submitted with --elastic, and does it run?")
+
 
 OPTIONS = {
     "hosts": "NAME:SLOTS with commas, as a:4,b:4; slots are the most ranks that a host takes",
@@ -54,7 +115,6 @@ class SshEngine(ClusterEngine):
 
     @override
     def submit(self, submission: Submission) -> str:
-        from torsh_distributed.clusters.ssh.host_entry import require_entry
 
         required_program("ssh", hint="install OpenSSH (openssh-client)")
         require_entry(self._client(), self._chosen(submission))
@@ -117,7 +177,6 @@ class SshEngine(ClusterEngine):
     @override
     def scale(self, job_id: str, workers: int) -> None:
         """Ask the launcher on the host that leads; raises with its answer if the job is not elastic."""
-        from torsh_distributed.clusters.ssh.remote_scale import scale_on_host
 
         record = find_record(job_id)
         leader = self._fitting(record.workers // record.nodes)[0]

@@ -39,7 +39,7 @@ from torsh_distributed.errors import (
     TorshError,
     translate_errors,
 )
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 
 _log = logging.getLogger(__name__)
 

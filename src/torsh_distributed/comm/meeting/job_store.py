@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, job_secret
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 
 
 def job_store_url(host: str, port: int) -> str | None:

@@ -39,7 +39,7 @@ from torsh_distributed.errors import (
     SerializationError,
     TorshError,
 )
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import retry
 
 # Ranks that wait for the verdict give rank 0 this long beyond the deadline to publish it.

@@ -14,7 +14,7 @@ from torsh_distributed.comm.store.store import Store
 from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
 from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 
 _EXAMPLES = {
     "memory": "memory://",

@@ -5,7 +5,7 @@ what it received, sums in fp32, and encodes the mean; all get all shards (all-ga
 the encoded tensor, however many ranks there are, and all hold the same bits at the end.
 
 Before the first message of its kind in a group, ranks compare what they are about to send. If a rank later receives a
-message that it cannot decode, every rank raises at the end of that exchange (`damage`).
+message that it cannot decode, every rank raises at the end of that exchange (`message_agreement`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.quantiser import Quantiser
-from torsh_distributed.compress.exchange.damage import DamageReport
-from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
+from torsh_distributed.compress.exchange.message_agreement import DamageReport
+from torsh_distributed.compress.messages.compressed_gradient import MessageSpec, open_message, seal
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
 
 _SECOND_LEG = 1 << 20  # beyond any rank: the mean must not be rounded by the numbers that rounded the gradient

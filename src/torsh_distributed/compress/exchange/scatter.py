@@ -9,10 +9,9 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.exchange import dense_exchange
-from torsh_distributed.compress.exchange.damage import DamageReport
-from torsh_distributed.compress.exchange.message_agreement import signature_of
-from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
+from torsh_distributed.compress.exchange.dense_exchange import reduce_scatter as dense_reduce_scatter
+from torsh_distributed.compress.exchange.message_agreement import DamageReport, signature_of
+from torsh_distributed.compress.messages.compressed_gradient import MessageSpec, open_message, seal
 from torsh_distributed.errors import TensorShapeMismatch
 
 
@@ -24,7 +23,7 @@ def scattered_mean(codec: Codec, x: Tensor, group: dist.ProcessGroup, key: Key) 
     """
     num_ranks, rank = group.size(), group.rank()
     if isinstance(codec, DenseCodec):
-        return dense_exchange.reduce_scatter(codec, x, group, key)
+        return dense_reduce_scatter(codec, x, group, key)
     if x.numel() % num_ranks:
         raise TensorShapeMismatch(
             "the tensor does not split evenly over the ranks", numel=x.numel(), num_ranks=num_ranks

@@ -6,7 +6,7 @@ back the largest, as many in all as one rank sent. That takes 2·S·(P - 1)/P by
 
 What an owner leaves out of the sum is counted in its own `sent`: at every element the ranks' `sent` add up to P times
 the mean, so error feedback loses nothing. If a rank receives a message that it cannot decode, every rank raises at the
-end of that average (`damage`).
+end of that average (`message_agreement`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.compress.codecs.base import Averaged
 from torsh_distributed.compress.codecs.sparse.selection import largest
-from torsh_distributed.compress.exchange.damage import DamageReport
-from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
+from torsh_distributed.compress.exchange.message_agreement import DamageReport
+from torsh_distributed.compress.messages.compressed_gradient import MessageSpec, open_message, seal
 from torsh_distributed.compress.messages.indices import nonzero
 from torsh_distributed.compress.messages.sparse import (
     Sparse,

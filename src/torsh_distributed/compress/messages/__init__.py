@@ -1,1 +1,1 @@
-"""What travels: bit packing, indices, sparse messages, and the `envelope` around every payload."""
+"""What travels: bit packing, indices, sparse messages, and the envelope around every payload."""

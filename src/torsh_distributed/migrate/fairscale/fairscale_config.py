@@ -20,8 +20,8 @@ from torsh_distributed.migrate.plan_draft import (
 )
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.data import FsdpConfig
+from torsh_distributed.plan.sections.mesh import PipelineConfig
 
 _FORMATS = {"FLOAT32": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16", "FP32": "fp32", "FP16": "fp16", "BF16": "bf16"}
 _HALF = "set precision.dtype = fp16 by fsdp.mixed_precision: the scaler works on float16"

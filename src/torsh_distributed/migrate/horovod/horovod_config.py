@@ -13,9 +13,9 @@ from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world, refused, same_by, stays, to_key, tuning
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
-from torsh_distributed.plan.sections.axes.ddp import DdpConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
-from torsh_distributed.plan.sections.elastic import ElasticConfig
+from torsh_distributed.plan.sections.data import DdpConfig
+from torsh_distributed.plan.sections.recovery import ElasticConfig
 
 _METHODS = {
     "NONE": "none",

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.grouped import ExpertSegment, NewRows, ends_of, grouped_linear, segmented_linear
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
 

@@ -32,7 +32,7 @@ from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segmen
 from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
 from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
 from torsh_distributed.parallel.models.probing import is_probing
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 staged_auxiliary_loss: ContextVar[Tensor | None] = ContextVar("staged_auxiliary_loss", default=None)
 """In a pipeline, while the loss is computed: the sum of the auxiliary losses of all stages, also on other ranks."""

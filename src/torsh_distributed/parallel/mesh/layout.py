@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
 
 TP_FASTEST = ("dp", "pp", "shard", "ep", "cp", "tp")
 """Axes from the outermost to the innermost: neighbouring ranks differ in tp, which communicates most, so its groups

@@ -14,7 +14,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.parallel.mesh.layout import DATA_AXES, MeshLayout
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.blocks import WITHOUT_FORWARD, block_lists, has_params
 from torsh_distributed.plan.problems import did_you_mean
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
+from torsh_distributed.plan.sections.data import FsdpConfig
 
 Named = dict[str, nn.Module]
 """Modules by name, in the order of the model."""

@@ -34,7 +34,7 @@ from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_sta
 from torsh_distributed.parallel.pipeline.tied import TiedGradients
 from torsh_distributed.parallel.pipeline.timed_stage import ActionRecorder, TimedStage
 from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.mesh import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.mesh import PipelineConfig
 
 CLASSES: Mapping[str, str] = {
     "gpipe": "ScheduleGPipe",

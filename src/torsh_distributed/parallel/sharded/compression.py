@@ -22,12 +22,12 @@ from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.compress.compressor_state import stream_of
 from torsh_distributed.compress.exchange.dense_exchange import all_gather_encoded
 from torsh_distributed.compress.exchange.scatter import scattered_mean
 from torsh_distributed.compress.messages.compressed_gradient import is_finite
 from torsh_distributed.compress.messages.sparse import dense
 from torsh_distributed.compress.named_buffers import FlatEntry, FlatLayout
-from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded.communication import CommTally, PlainBuffers, gather, reduce_scatter
 from torsh_distributed.parallel.torch_internals import AllGather, ReduceScatter

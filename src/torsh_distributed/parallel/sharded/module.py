@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.compress.policy import stream_of
+from torsh_distributed.compress.compressor_state import stream_of
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.ddp import sparse_modules
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
@@ -44,10 +44,10 @@ from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.torch_internals import _BatchNorm
 from torsh_distributed.parallel.weights.held_parts import HeldParts
 from torsh_distributed.parallel.weights.model_weights import ModelWeights
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
-from torsh_distributed.plan.sections.precision import PrecisionConfig
+from torsh_distributed.plan.sections.data import FsdpConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
+from torsh_distributed.plan.sections.training import PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 

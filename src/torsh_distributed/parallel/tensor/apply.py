@@ -27,7 +27,7 @@ from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.parallel.tensor.split_params import replicate_param, split_param
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
+from torsh_distributed.plan.sections.mesh import TensorConfig
 
 _OUTPUTS: dict[SplitStyle, Activation] = {
     SplitStyle.COLUMN: "sharded",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
-from torsh_distributed.plan.sections.axes.pipeline import SPLITS_BACKWARD
+from torsh_distributed.plan.sections.mesh import SPLITS_BACKWARD
 
 
 def splits_model(plan: PlanSections) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from torsh_distributed.plan.describing.explanation import show
+from torsh_distributed.plan.describing import show
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanSections
 from torsh_distributed.plan.problems import Problem
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
-from torsh_distributed.plan.compatibility.offload_rules import pages_model
+from torsh_distributed.plan.compatibility.recovery_rules import pages_model
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
-from torsh_distributed.plan.sections.axes.pipeline import SPLITS_BACKWARD
+from torsh_distributed.plan.sections.mesh import SPLITS_BACKWARD
 
 _SPLITTING = ("mesh.shard", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep")
 

@@ -16,8 +16,14 @@ from typing import Any
 import tomli_w
 
 from torsh_distributed.errors import ConfigurationError, IoError
-from torsh_distributed.plan.reading.limits import MAX_DIGITS, read_limited, refuse_depth, refuse_long_keys
-from torsh_distributed.plan.reading.malformed import MalformedError, position
+from torsh_distributed.plan.reading.limits import (
+    MAX_DIGITS,
+    MalformedError,
+    position,
+    read_limited,
+    refuse_depth,
+    refuse_long_keys,
+)
 
 Document = dict[str, Any]
 

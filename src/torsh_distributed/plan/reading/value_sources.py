@@ -12,7 +12,7 @@ from torsh_distributed.deprecation import notice
 from torsh_distributed.plan.key_paths import field_at, keys_of
 from torsh_distributed.plan.problems import Problem
 from torsh_distributed.plan.reading import aliases, files
-from torsh_distributed.plan.reading.malformed import MalformedError
+from torsh_distributed.plan.reading.limits import MalformedError
 
 if TYPE_CHECKING:
     from torsh_distributed.plan.section import Section

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
-from torsh_distributed.plan.reading.limits import MAX_DEPTH, MAX_DIGITS, MAX_EXPANDED_CHARS
-from torsh_distributed.plan.reading.malformed import MalformedError, position
+from torsh_distributed.plan.reading.limits import MAX_DEPTH, MAX_DIGITS, MAX_EXPANDED_CHARS, MalformedError, position
 
 # PyYAML follows YAML 1.1, where 1e-3 is text: a learning rate would arrive as a string. Both classes below read
 # and quote numbers as YAML 1.2 does. They can go once PyYAML speaks 1.2.

@@ -1,1 +1,1 @@
-"""The sections of a plan, one file each; those of the mesh and its axes are in `axes`."""
+"""The sections of a plan: `mesh`, `data` and `expert` split a model over ranks, `training` says how a step is made."""

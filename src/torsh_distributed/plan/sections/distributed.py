@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from torsh_distributed.plan.describing.allowed_values import AllowedValues
+from torsh_distributed.plan.describing import AllowedValues
 from torsh_distributed.plan.problems import Problem, did_you_mean
 from torsh_distributed.plan.section import Section
 

@@ -1,4 +1,4 @@
-"""Steps, batch and learning rate: the `training` section of a plan."""
+"""How a step is computed: the sections `training`, `precision`, `activation` and `compile` of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,85 @@ from pydantic import Field
 from typing_extensions import override
 
 from torsh_distributed.plan.problems import Problem
-from torsh_distributed.plan.section import Section
+from torsh_distributed.plan.section import Section, Words
+
+
+class PrecisionConfig(Section):
+    """Formats of computation and reduction. Parameters and optimizer state stay in fp32."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Format of matrix products and activations. fp16 comes with loss scaling; bf16 needs none. fp8 computes the
+    products of linear layers in 8 bits and all else in bf16: faster on wide layers, with compile.enabled."""
+
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled to the range of fp8: one scale for a tensor (fastest), one for each row (an outlier costs
+    precision to its row only), or rows with the gradients of weights in bf16 (most exact)."""
+
+    fp8_fast_accumulation: bool = False
+    """Sum the products of gradients with the fewer bits of the hardware's fast mode, as those of forward always are."""
+
+    fp8_skip: Words = ()
+    """Patterns of linear layers that stay in bf16 under fp8, matched part by part. The head, and layers whose sizes are
+    not multiples of 16, always do."""
+
+    fp8_emulate: bool = False
+    """Compute fp8 products in fp32 from rounded values: the same numbers without the speed, for devices without fp8."""
+
+    reduce_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Format in which gradients are summed over ranks; `same` keeps theirs."""
+
+    buffer_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Format of the model's buffers; `same` does not change them."""
+
+    init_loss_scale: float = Field(default=65536.0, gt=0)
+    """First loss scale under fp16. It halves on overflow."""
+
+    loss_scale_growth_interval: int = Field(default=2000, ge=1)
+    """Steps without overflow after which the loss scale doubles."""
+
+
+class CompileConfig(Section):
+    """torch.compile: kernels fused for the model's shapes, built at the first step."""
+
+    enabled: bool = False
+    """Compile the model. The first step takes longer, often a minute; later ones are faster."""
+
+    scope: Literal["layers", "model"] = "layers"
+    """What becomes one graph: each layer that repeats, compiled once for all of them and with every parallelism; or the
+    whole model and the loss, for replicas only."""
+
+    autotune: bool = False
+    """Try several kernels for each matrix product and keep the fastest. The first step takes minutes."""
+
+    cuda_graphs: bool = False
+    """Replay the kernels of a step as one recording, which saves the host's launches: for small models on a GPU with
+    batches of one shape. Needs `scope = "model"`."""
+
+    dynamic: Literal["auto", "never", "always"] = "auto"
+    """Whether one graph serves several shapes: once a second shape is seen, never (each shape is compiled), or from the
+    start."""
+
+    graph_breaks: Literal["warn", "refuse"] = "warn"
+    """What to do where torch cannot compile a part of a layer and runs it as it is."""
+
+    recompile_limit: int = Field(default=64, ge=1)
+    """Versions of one layer that are kept, such as for other shapes and for evaluation; later ones run as they are."""
+
+
+class ActivationConfig(Section):
+    """Activation checkpointing: trades time for memory."""
+
+    strategy: Literal["none", "uniform", "by_size", "selective"] = "none"
+    """What backward recomputes: nothing, every n-th layer, large activations, or all but costly operations."""
+
+    every_n_layers: int = Field(default=4, ge=1)
+    """The n of `uniform`; 1 recomputes every layer."""
+
+    threshold_mb: float = Field(default=100.0, gt=0)
+    """Under `by_size`, layers whose activations reach this size are recomputed."""
+
+    offload_to_cpu: bool = False
+    """Move the activations that are kept to host memory until backward needs them."""
 
 
 class TrainingConfig(Section):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.plan import TrainingConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 from torsh_distributed.train.demos import gpt
 from torsh_distributed.train.demos.base import Demo
 

@@ -13,7 +13,7 @@ from tests.compress.codecs.quantisers import assert_exact_size, assert_key_is_ig
 from tests.compress.examples import examples
 from tests.compress.gradients import PLAIN_KINDS, gradients
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.dense.int8 import Int8Codec
+from torsh_distributed.compress.codecs.dense.rounding import Int8Codec
 
 blocks = st.sampled_from([8, 100, 256, 4096])
 

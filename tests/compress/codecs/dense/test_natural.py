@@ -19,7 +19,7 @@ from tests.compress.codecs.quantisers import (
 from tests.compress.examples import examples
 from tests.compress.gradients import PLAIN_KINDS, gradients
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.dense.natural import NaturalCodec
+from torsh_distributed.compress.codecs.dense.rounding import NaturalCodec
 
 
 @given(gradients())

@@ -19,7 +19,7 @@ from tests.compress.codecs.quantisers import (
 from tests.compress.examples import examples
 from tests.compress.gradients import PLAIN_KINDS, gradients
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.dense.ternary import RandomTernaryCodec, TernaryCodec, make_ternary
+from torsh_distributed.compress.codecs.dense.sign import RandomTernaryCodec, TernaryCodec, make_ternary
 
 thresholds = st.sampled_from([0.01, 0.3, 0.5, 1.0])
 

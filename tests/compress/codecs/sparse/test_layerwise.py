@@ -23,8 +23,8 @@ from torsh_distributed import events
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.sparse.layerwise import LayerwiseCodec, divide_budget, measure_curve
+from torsh_distributed.compress.codecs.sparse.magnitude import TopKCodec
 from torsh_distributed.compress.codecs.sparse.selection import share_of
-from torsh_distributed.compress.codecs.sparse.topk import TopKCodec
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 
 

@@ -22,7 +22,7 @@ from tests.compress.codecs.checks import (
 from tests.compress.examples import examples
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.sparse.randomk import RandomKCodec, ScaledRandomKCodec
+from torsh_distributed.compress.codecs.sparse.random_choice import RandomKCodec, ScaledRandomKCodec
 from torsh_distributed.compress.codecs.sparse.selection import share_of
 from torsh_distributed.errors import CompressionError, InvalidArgument
 

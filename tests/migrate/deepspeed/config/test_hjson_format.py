@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.config_kinds import translate_config
 from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
-from torsh_distributed.plan.reading.malformed import MalformedError
+from torsh_distributed.plan.reading.limits import MalformedError
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 _DOCUMENTS = st.recursive(

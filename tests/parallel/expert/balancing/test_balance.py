@@ -20,8 +20,8 @@ from torsh_distributed.parallel.expert.balancing.placement import Placement, var
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.parallel.expert.stacked_experts import gather_stack
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
-from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
+from torsh_distributed.plan.sections.mesh import MeshConfig
 
 
 @given(

@@ -19,7 +19,7 @@ from torsh_distributed.parallel.expert import layer as layer_module
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, lend, worth_lending
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 NONE = ExpertConfig(num_experts=4, overflow="none")
 DROP = ExpertConfig(num_experts=4, capacity_factor=0.7)

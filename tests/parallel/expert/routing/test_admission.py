@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.expert.dense_experts import admitted
 from torsh_distributed.parallel.expert.routing.admission import admit, capacity_of, count_choices, settle
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 
 @st.composite

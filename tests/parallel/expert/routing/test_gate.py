@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.parallel.expert.routing.gate import Gate
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 TOKENS = torch.randn(9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

@@ -28,7 +28,7 @@ from torsh_distributed.comm.trust.handshake import MAC_BYTES, NotAMember, Signer
 from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_uid
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
-from torsh_distributed.plan.sections.retry import RetryConfig
+from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import retry
 
 # A server that does not answer for this long after a wait should have ended is stuck or cut off.

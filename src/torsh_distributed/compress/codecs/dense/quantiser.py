@@ -12,10 +12,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codecs.base import Codec, Key
-from torsh_distributed.compress.codecs.payload import require_payload
 from torsh_distributed.compress.exchange.message_agreement import AgreementCache, signature_of
-from torsh_distributed.compress.messages.envelope import MessageSpec
+from torsh_distributed.compress.messages.compressed_gradient import MessageSpec
 from torsh_distributed.errors import CompressionError
+
+
+def require_payload(codec: Codec, payload: Tensor, num_elements: int) -> None:
+    """Raise CompressionError unless `payload` has the size that `codec` gives a message of `num_elements`."""
+    expected, got = codec.payload_bytes(num_elements), payload.numel() * payload.element_size()
+    if payload.dim() != 1 or (expected is not None and got != expected):
+        raise CompressionError(
+            f"a {codec.name} message of {num_elements} elements has {expected} bytes",
+            num_bytes=got,
+            shape=tuple(payload.shape),
+            dtype=payload.dtype,
+        )
+
 
 ROUNDING = 2.0**-20
 """Margin of the stated contractions for the rounding of scales and products in fp32."""

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.linear.base import LinearCodec, all_reduce_bytes, require_floats
-from torsh_distributed.compress.codecs.sparse.draws import pieces_of
+from torsh_distributed.compress.codecs.sparse.random_choice import pieces_of
 from torsh_distributed.compress.codecs.sparse.selection import largest
 from torsh_distributed.compress.exchange.checked_sum import CheckedSums
 from torsh_distributed.compress.kernels.noise import noise

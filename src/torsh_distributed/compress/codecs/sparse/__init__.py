@@ -1,1 +1,1 @@
-"""Codecs that send some of the elements. Read `base` and `drawn`, then one file for each codec."""
+"""Codecs that send some of the elements, chosen by `magnitude` or by `random_choice`. Read `base` first."""

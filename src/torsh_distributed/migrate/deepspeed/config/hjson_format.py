@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import ConfigurationError, first_line, missing_extra
-from torsh_distributed.plan.reading.limits import MAX_DIGITS, read_limited, refuse_depth
-from torsh_distributed.plan.reading.malformed import MalformedError, position
+from torsh_distributed.plan.reading.limits import MAX_DIGITS, MalformedError, position, read_limited, refuse_depth
 
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 

@@ -9,7 +9,7 @@ from torsh_distributed.errors import InternalError
 from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN
 from torsh_distributed.migrate.deepspeed.config.setting import Setting, SettingGroup, leaves_of, setting_at
 from torsh_distributed.migrate.report import KeyVerdict, Verdict
-from torsh_distributed.plan.describing.explanation import show
+from torsh_distributed.plan.describing import show
 from torsh_distributed.plan.problems import Problem
 
 NOT_GIVEN = "not given"

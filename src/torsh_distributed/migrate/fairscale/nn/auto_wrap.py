@@ -12,7 +12,7 @@ from torch import nn
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.activation import checkpoint_activations
-from torsh_distributed.plan.sections.activation import ActivationConfig
+from torsh_distributed.plan.sections.training import ActivationConfig
 
 
 def checkpoint_wrapper(

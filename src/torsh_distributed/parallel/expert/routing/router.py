@@ -13,7 +13,7 @@ from torsh_distributed.comm.collectives.moves import all_gather
 from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.parallel.expert.routing.admission import Admission, admit, capacity_of, count_choices, settle
 from torsh_distributed.parallel.expert.routing.gate import Gate, Scores
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
+from torsh_distributed.plan.sections.expert import ExpertConfig
 
 _FEW = 4
 """Up to this many choices, repeated argmax is faster on a CPU than torch's top-k."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
+from torsh_distributed.plan.sections.mesh import TensorConfig
 
 BASE = "base_layer"
 _PART = re.compile(rf"(?P<layer>.+)\.(?:(?P<base>{BASE})|(?P<lora>lora_[AB])\.[^.]+)")

@@ -21,7 +21,7 @@ from torsh_distributed.parallel.tensor.planning.feed_forward_trial import splits
 from torsh_distributed.parallel.tensor.planning.planned_rows import AttributeChange, PlannedModule, planned
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.problems import did_you_mean
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
+from torsh_distributed.plan.sections.mesh import TensorConfig
 
 
 @dataclass(frozen=True)

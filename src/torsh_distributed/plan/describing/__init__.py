@@ -1,1 +1,0 @@
-"""A plan in words: allowed values, explanations, and the generated pages."""
