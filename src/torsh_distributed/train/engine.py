@@ -20,6 +20,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.observe.loops.counted_operations import CountedOperations
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.random_streams import skips_layers, stream_of
@@ -51,7 +52,6 @@ from torsh_distributed.train.losses.step_weights import StepWeights
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
 from torsh_distributed.train.speed.attention_kernel import attending_with
-from torsh_distributed.train.speed.operation_count import counting_flops
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
@@ -476,11 +476,11 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with uncompiled(), counting_flops() as counter, self.precision.computing():
+            with uncompiled(), CountedOperations() as counter, self.precision.computing():
                 self.loss.compute(self.strategy, self.unwrapped, to_device(batch, self.device))
         finally:
             self.model.train(was_training)
-        return 3 * int(counter.get_total_flops())
+        return 3 * int(counter.num_forward_flops)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, at this or another world size; every rank calls this.

@@ -59,6 +59,23 @@ def test_operations_under_way_together_count_one_delay_once(tmp_path: Path) -> N
     assert late.delay_s[1] / 11 == pytest.approx(0.042, rel=0.01), "42 ms of each step, not three times 40"
 
 
+def test_waiting_for_another_stage_is_a_bubble_and_no_communication(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path, 0)
+    for step in range(12):
+        begin_s = 1000.0 + 0.1 * step
+        writer.add("phase", begin_s, 0.04, phase="stage", thread=1)
+        facts = {"op": "recv", "group": "pp", "num_started": 1, "num_bytes": 64, "thread": 1}
+        writer.add("wait", begin_s + 0.04, 0.03, **facts)
+        writer.add("phase", begin_s, 0.09, phase="schedule", thread=1)
+        writer.add("step", begin_s, 0.1, timed=False, step=step + 1)
+    writer.write()
+    parts = analyse(tmp_path).parts
+    assert parts["compute"] == pytest.approx(0.04)
+    assert parts["bubble"] == pytest.approx(0.05), "20 ms before and after the stage, 30 ms for another one"
+    assert parts["transfer"] + parts["sync"] == pytest.approx(0.0)
+    assert parts["other"] == pytest.approx(0.01)
+
+
 def test_nobody_is_named_when_ranks_are_equal(tmp_path: Path) -> None:
     write_run(tmp_path, num_ranks=4)
     found = analyse(tmp_path)

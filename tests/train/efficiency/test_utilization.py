@@ -49,3 +49,18 @@ def test_utilization_counts_products_and_attention_once_each_way(world: World) -
             assert report.samples_per_s == pytest.approx(2 * BATCH / report.step_s)
             assert report.peak_bytes is None
             assert report.to_dict()["num_steps"] == 3
+
+
+def counted_by_part(degree: int) -> int:
+    torch.manual_seed(0)
+    model = CharGPT(VOCABULARY, width=WIDTH, num_layers=LAYERS, num_heads=2)
+    plan = Plan.from_dict({"mesh": {"dp": 1, "tp": degree}})
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=next_character_loss)
+    ids = torch.randint(VOCABULARY, (BATCH, CONTEXT))
+    return engine.step_flops((ids, ids))
+
+
+def test_a_rank_counts_its_part_of_a_split_layer(world: World) -> None:
+    (whole,) = world.run(counted_by_part, 1, num_ranks=1)
+    halves = world.run(counted_by_part, 2, num_ranks=2)
+    assert sum(halves) == whole

@@ -9,6 +9,18 @@ OTHER = "other"
 _NOTHING: frozenset[str] = frozenset()
 BUBBLE_PHASE = "schedule"
 """A pipeline's schedule: what no stage inside it covers is a bubble."""
+PART_OF_PHASE = {
+    "forward": "compute",
+    "backward": "compute",
+    "stage": "compute",
+    BUBBLE_PHASE: "bubble",
+    "optimizer": "optimizer",
+    "data": "data",
+    OTHER: OTHER,
+}
+"""What the time of a phase is spent on, except for the spans inside it: for every report on steps."""
+POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
+"""Operations between two stages."""
 
 
 class StepSpans:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torsh_distributed.comm.recording.span_account import PART_OF_PHASE, POINT_TO_POINT, SpanAccount
 from torsh_distributed.observe.trace.event_files import Record, RecordedRun
 from torsh_distributed.observe.trace.rank_clocks import RankClocks
 
 PARTS = ("compute", "wait", "data", "optimizer", "bubble", "other")
-_PART_OF_PHASE = {
-    "forward": "compute",
-    "backward": "compute",
-    "stage": "compute",
-    "schedule": "bubble",
-    "optimizer": "optimizer",
-    "data": "data",
-}
 
 
 @dataclass
@@ -60,62 +53,45 @@ def _of_rank(rank: int, records: list[Record], clocks: RankClocks) -> list[Recor
     if not steps:
         return []
     thread = _training_thread(records)
-    spans: defaultdict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    spans = SpanAccount(steps[0].start_s, bubble_waits=POINT_TO_POINT)
     at = 0
+    # By their ends, inner ones first, as they were emitted.
     for record in sorted((one for one in records if one["type"] in ("phase", "wait")), key=_end_s):
-        end_s = clocks.from_monotonic(rank, _end_s(record))
+        end_s = clocks.from_monotonic(rank, _end_s(record)[0])
         # The last phase ends just before the event of its step.
         while at < len(steps) and steps[at].end_s < end_s - 1e-4:
+            _end_step(steps[at], spans)
             at += 1
         if at == len(steps):
             break
-        if record["type"] == "wait":
+        is_wait = record["type"] == "wait"
+        if is_wait:
             steps[at].num_operations += record["num_started"]
             steps[at].num_bytes += record["num_bytes"]
         if record.get("thread") not in (thread, None):
             continue  # beside the training thread: it delays nobody by itself
         steps[at].num_passes += record.get("phase") == "forward"
-        part = "wait" if record["type"] == "wait" else _PART_OF_PHASE.get(record["phase"], "other")
-        spans[at].append((max(end_s - record["duration_s"], steps[at].start_s), end_s, part))
-    for number, found in spans.items():
-        _book(steps[number], found)
+        add = spans.add_wait if is_wait else spans.add_phase
+        add(record["op" if is_wait else "phase"], end_s - record["duration_s"], record["duration_s"])
+    for step in steps[at:]:
+        _end_step(step, spans)
     return steps
 
 
-def _end_s(record: Record) -> float:
-    return float(record["start_s"] + record["duration_s"])
+def _end_step(step: RecordedStep, spans: SpanAccount) -> None:
+    ended = spans.end_step(step.end_s)
+    step.parts["wait"] += sum(ended.waits.values())
+    for phase, seconds in ended.phases.items():
+        step.parts[PART_OF_PHASE.get(phase, "other")] += max(0.0, seconds)
+
+
+def _end_s(record: Record) -> tuple[float, float]:
+    return float(record["start_s"] + record["duration_s"]), -record["start_s"]
 
 
 def _training_thread(records: Iterable[Record]) -> int | None:
     threads = Counter(record.get("thread") for record in records if record["type"] == "phase")
     return threads.most_common(1)[0][0] if threads else None
-
-
-def _book(step: RecordedStep, spans: list[tuple[float, float, str]]) -> None:
-    """Add up nested spans: what is inside another counts for itself alone."""
-    covered = 0.0
-    open_spans: list[tuple[float, str]] = []  # (end, part), outermost first
-    reached = step.start_s
-    for start, end, part in sorted(spans, key=lambda span: (span[0], -span[1])):
-        while open_spans and open_spans[-1][0] <= start:
-            finished, inner = open_spans.pop()
-            covered += _add(step, inner, reached, finished)
-            reached = max(reached, finished)
-        if open_spans:
-            covered += _add(step, open_spans[-1][1], reached, start)
-        reached = max(reached, start)
-        open_spans.append((end, part))
-    while open_spans:
-        finished, inner = open_spans.pop()
-        covered += _add(step, inner, reached, finished)
-        reached = max(reached, finished)
-    step.parts["other"] += max(0.0, step.step_s - covered)
-
-
-def _add(step: RecordedStep, part: str, start: float, end: float) -> float:
-    seconds = max(0.0, min(end, step.end_s) - max(start, step.start_s))
-    step.parts[part] += seconds
-    return seconds
 
 
 def mean_parts(steps: Iterable[RecordedStep]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Counts the arithmetic of a step while the user's own forward runs: nothing runs twice, and no result changes."""
+"""Counts the arithmetic of a forward while it runs, and what its backward will take: no result changes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
-from torsh_distributed.observe.torch_internals import TorchDispatchMode
+from torsh_distributed.observe.torch_internals import FakeTensor, TorchDispatchMode
 
 _log = logging.getLogger(__name__)
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """While it is entered, adds up `num_flops`: of each product, and of what its backward will take.
+    """While it is entered, adds up `num_forward_flops`, and in `num_flops` also what backward will take.
 
+    Matrix products, convolutions and attention count, at two operations for each multiply-add.
     A product whose two factors need gradients has two more products in backward; with frozen weights it has one.
     Recomputing activations is not counted, as it is no work of the model. torch's FlopCounterMode counts backward
     passes only while it is entered, and it cannot be left entered behind a user's back. Shards count what this rank
@@ -29,21 +30,31 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.num_flops = 0
+        self.num_forward_flops = 0
         self._outer: dict[Any, int] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", None)
         is_counted = packet in flop_registry or packet is _CPU_ATTENTION
+        if FakeTensor in types:
+            return func(*args, **(kwargs or {}))
         if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
             if is_counted:
                 self._outer[packet] = _factor(args)
             return NotImplemented
+        if torch.is_inference_mode_enabled() and packet is not None and not is_counted:
+            with self:  # torch takes no composite operation apart there
+                out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
         out = func(*args, **(kwargs or {}))
         if is_counted:
             try:
                 factor = max(_factor(args), self._outer.pop(packet, 1))
-                self.num_flops += factor * _flops(packet, args, kwargs or {}, out)
+                flops = _flops(packet, args, kwargs or {}, out)
+                self.num_forward_flops += flops
+                self.num_flops += factor * flops
             except Exception:  # a formula that does not know these arguments
                 _log.debug("the operations of %s are not counted", packet, exc_info=True)
         return out

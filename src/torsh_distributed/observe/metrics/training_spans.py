@@ -7,11 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.comm.recording.span_account import SpanAccount, StepSpans
+from torsh_distributed.comm.recording.span_account import POINT_TO_POINT, SpanAccount, StepSpans
 from torsh_distributed.events import step_notes
 
 MAX_TIMELINE_SPANS = 80
-_POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
 
 
 class TrainingSpans:
@@ -25,7 +24,7 @@ class TrainingSpans:
         self.averaged_group: str | None = None
         self.timeline: list[list[Any]] = []
         """The spans since the last step: [name, start, seconds]."""
-        self._account = SpanAccount(started_s, bubble_waits=_POINT_TO_POINT)
+        self._account = SpanAccount(started_s, bubble_waits=POINT_TO_POINT)
         self._average: step_notes.StartedOperation | None = None
         self._cpu_s: float | None = None
         self._idle_cpu_s = 0.0

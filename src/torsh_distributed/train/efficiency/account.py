@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from torsh_distributed.comm.recording.span_account import SpanAccount
+from torsh_distributed.comm.recording.span_account import PART_OF_PHASE, SpanAccount
 from torsh_distributed.events import Phase
 from torsh_distributed.train.efficiency.report import AxisTime, StepTimes
-
-_PART_OF: dict[str, str] = {
-    "forward": "compute",
-    "backward": "compute",
-    "stage": "compute",
-    "schedule": "bubble",
-    "optimizer": "optimizer",
-    "data": "data",
-    "other": "other",
-}
-"""What the time of a phase is spent on, except for the spans inside it."""
 
 
 class Account:
@@ -49,7 +38,7 @@ class Account:
         """End a step: all time since the previous one, or since the start, belongs to it."""
         step = self._spans.end_step(now)
         for phase, seconds in step.phases.items():
-            self._parts[_PART_OF[phase]] += seconds
+            self._parts[PART_OF_PHASE[phase]] += seconds
         for axis, seconds in step.waits.items():
             self._waits[axis] += seconds
         self._total += step.step_s

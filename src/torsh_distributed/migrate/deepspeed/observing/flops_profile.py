@@ -1,6 +1,6 @@
 """DeepSpeed's flops profiler: operations, multiply-adds, parameters and latency of one forward, by module.
 
-Operations are counted by torch's counter: matrix products, convolutions and attention, at two for each multiply-add.
+Matrix products, convolutions and attention count, at two operations for each multiply-add.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.observing.deepspeed_timers import wait_for_device
-from torsh_distributed.train.speed.operation_count import counting_flops
+from torsh_distributed.observe.loops.counted_operations import CountedOperations
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""))
 
@@ -37,14 +37,16 @@ class FlopsProfiler:
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._stack = ExitStack()
-        self._counter: Any = None
+        self._counter: CountedOperations | None = None
         self._seconds: dict[str, float] = {}
-        self._began: dict[str, float] = {}
+        self._flops: dict[str, int] = {}
+        self._began: dict[str, tuple[float, int]] = {}
+        """By module: when its call began, and how many operations there had been."""
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
         """Begin to count; backward and update are not part of it."""
         self._stack = ExitStack()
-        self._counter = self._stack.enter_context(counting_flops())
+        self._counter = self._stack.enter_context(CountedOperations())
         for name, module in self.model.named_modules():
             if ignore_list is not None and isinstance(module, tuple(ignore_list)):
                 continue
@@ -62,18 +64,18 @@ class FlopsProfiler:
     def end_profile(self) -> None:
         """Forget the numbers."""
         self.stop_profile()
-        self.started, self._counter, self._seconds = False, None, {}
+        self.started, self._counter, self._seconds, self._flops = False, None, {}, {}
 
     reset_profile = end_profile
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Floating-point operations of the forward."""
-        found = 0 if self._counter is None else int(self._counter.get_total_flops())
+        found = 0 if self._counter is None else self._counter.num_forward_flops
         return f"{number_to_string(found)}FLOPs" if as_string else found
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Multiply-adds of the forward."""
-        found = (0 if self._counter is None else int(self._counter.get_total_flops())) // 2
+        found = int(self.get_total_flops()) // 2
         return f"{number_to_string(found)}MACs" if as_string else found
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
@@ -103,7 +105,7 @@ class FlopsProfiler:
         lines += [f"{f'{name}:':<40}{value}" for name, value in rows]
         if detailed:
             lines.append("by module: flops, share of the forward, latency")
-            for name, flops in self._by_module().items():
+            for name, flops in self._flops.items():
                 depth = name.count(".") + 1 if name else 0
                 if module_depth < 0 or depth <= module_depth:
                     took = self._seconds.get(name, 0.0) * 1000
@@ -130,24 +132,16 @@ class FlopsProfiler:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text + "\n")
 
-    def _by_module(self) -> dict[str, int]:
-        """Operations by module name, with those of its children; the model itself is ``""``."""
-        if self._counter is None:
-            return {}
-        start = f"{type(self.model).__name__}."
-        counts: dict[str, int] = {}
-        for name, by_op in self._counter.get_flop_counts().items():
-            own = "" if name in ("Global", type(self.model).__name__) else name.removeprefix(start)
-            counts[own] = max(counts.get(own, 0), sum(by_op.values()))
-        return counts
-
     def _enter(self, name: str) -> None:
         wait_for_device()
-        self._began[name] = time.perf_counter()
+        self._flops.setdefault(name, 0)  # in the order of the calls, the model first
+        self._began[name] = time.perf_counter(), int(self.get_total_flops())
 
     def _leave(self, name: str) -> None:
         wait_for_device()
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._began[name]
+        began_s, num_before = self._began[name]
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began_s
+        self._flops[name] += int(self.get_total_flops()) - num_before
 
 
 def get_model_profile(
