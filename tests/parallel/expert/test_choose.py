@@ -119,23 +119,30 @@ def refusals() -> list[str]:
 
 
 def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World) -> None:
+    layer = "blocks.0.feed_forward"
     for found in world.run(refusals, backend="shm"):
         assert found == [
             "mesh.ep 2 is for models with experts, and this one has none",
             "expert.router_jitter is for models with experts, and this one has none",
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
-            "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not support models with experts",
-            "offload.enabled does not support models with experts",
-            "compress.method = topk does not support models with experts",
             (
-                "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: capacity is given in the order of "
-                "tokens, and no rank has them in the order of the batch"
+                f"{layer}: fsdp.strategy = shard_optimizer does not go together with mesh.shard = 2: the optimizer state"
+                " alone is sharded over replicas, and experts differ between ranks"
+            ),
+            f"{layer}: offload.enabled = true: offload does not move experts",
+            (
+                f"{layer}: compress.method = topk: gradients of experts are averaged uncompressed, over the ranks that hold"
+                " the same experts"
             ),
             (
-                "blocks.0.feed_forward: expert.router_jitter 0.1 with mesh.tp 2: ranks that compute the same tokens "
-                "would draw different numbers"
+                f"{layer}: expert.overflow = drop does not go together with mesh.cp = 2: capacity is given in the order of"
+                " tokens, and no rank has them in the order of the batch"
             ),
-            ("blocks.0.feed_forward was built with a group, and dp 1 × tp 1 × pp 2 = 2 spreads its experts by itself"),
+            (
+                f"{layer}: expert.router_jitter = 0.1 does not go together with mesh.tp = 2: ranks that compute the same"
+                " tokens would draw different numbers"
+            ),
+            f"{layer} was built with a group, and dp 1 × tp 1 × pp 2 = 2 spreads its experts by itself",
         ]
 
 
@@ -147,9 +154,13 @@ def test_a_plan_that_writes_every_default_fits_a_model_without_experts() -> None
 @pytest.mark.parametrize(
     ("config", "sections", "message"),
     [
-        (CONFIG.replace(rebalance_threshold=0.3), {}, "rebalance_threshold moves whole experts, and those of blocks.0"),
-        (CONFIG.replace(hot_copies=1), {}, "hot_copies lends whole experts, and those of blocks.0"),
-        (CONFIG.replace(hot_copies=3), {}, "hot_copies 3 is above the 2 of 4 experts that a rank does not have at"),
+        (
+            CONFIG.replace(rebalance_threshold=0.3),
+            {},
+            "rebalance_threshold = 0.3 does not go together with mesh.shard",
+        ),
+        (CONFIG.replace(hot_copies=1), {}, "blocks.0.feed_forward: expert.hot_copies = 1 does not go together with"),
+        (CONFIG.replace(hot_copies=3), {}, "hot_copies 3 is above the 2 of 4 experts that a rank does not hold at"),
         (CONFIG.replace(num_experts=3), {}, "num_experts 3 does not spread evenly over mesh.ep 2"),
         (CONFIG, {"fsdp": {"ignored_modules": ["blocks.*.feed_forward.experts"]}}, "fsdp.ignored_modules names the"),
     ],

@@ -16,7 +16,7 @@ from torsh_distributed.parallel.choose import strategy_kind
 from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.parallel.pipeline.schedule import make_schedule, stages_of_rank
 from torsh_distributed.parallel.sharded.compression import check_method
-from torsh_distributed.plan import PipelineConfig, Plan
+from torsh_distributed.plan import ExpertConfig, PipelineConfig, Plan
 from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK
@@ -140,6 +140,16 @@ CASES: dict[str, tuple[Document, Document, int]] = {
     "random-experts-with-tensor": (
         {"mesh": {"tp": 2}, "expert": {"router_jitter": 0.1}},
         {"expert": {"router_jitter": 0.0}},
+        2,
+    ),
+    "sharded-optimizer-with-experts": (
+        {"mesh": {"ep": 2, "shard": 2}, "fsdp": {"strategy": "shard_optimizer"}},
+        {"fsdp": {"strategy": "full_shard"}},
+        4,
+    ),
+    "offload-with-experts": (
+        {"mesh": {"ep": 2}, "offload": STATE_ONLY},
+        {"offload": {"enabled": False}},
         2,
     ),
     "too-few-samples": (
@@ -407,3 +417,13 @@ def test_a_degree_that_fills_the_world_is_judged_with_the_world() -> None:
     plan.validate(1)
     with pytest.raises(ConfigurationError, match="shards travel as the backend sends them"):
         plan.validate(2)
+
+
+def test_experts_of_other_libraries_have_a_number_of_their_own() -> None:
+    Plan(ep=3).validate(world_size=3)
+    with pytest.raises(ConfigurationError, match=r"num_experts 4 does not spread evenly over mesh\.ep 3"):
+        Plan(ep=3, expert=ExpertConfig(num_experts=4))
+
+
+def test_experts_that_every_rank_holds_may_have_any_number() -> None:
+    Plan(ep=2, expert=ExpertConfig(num_experts=7, placement="replicated"))

@@ -68,9 +68,11 @@ AXES_RULES = (
     ),
     CompatibilityRule(
         name="sharded-optimizer-on-split-model",
-        keys=("fsdp.strategy", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
+        keys=("fsdp.strategy", "mesh.tp", "mesh.pp", "mesh.cp"),
         clashes=lambda plan: (
-            plan.mesh.shard > 1 and plan.fsdp.strategy == "shard_optimizer" and (splits_model(plan) or plan.mesh.ep > 1)
+            plan.mesh.shard > 1
+            and plan.fsdp.strategy == "shard_optimizer"
+            and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) > 1
         ),
         reason="the optimizer state alone is sharded over replicas of the whole model only",
         way_out='shard parameters too: fsdp.strategy = "full_shard"',

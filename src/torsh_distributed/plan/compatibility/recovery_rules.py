@@ -15,8 +15,8 @@ def pages_model(plan: PlanSections) -> bool:
 OFFLOAD_RULES = (
     CompatibilityRule(
         name="offload-on-split-model",
-        keys=("offload.enabled", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
-        clashes=lambda plan: plan.offload.enabled and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp, plan.mesh.ep) > 1,
+        keys=("offload.enabled", "mesh.tp", "mesh.pp", "mesh.cp"),
+        clashes=lambda plan: plan.offload.enabled and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) > 1,
         reason="offload works on replicas and on shards only",
         way_out="set offload.enabled = false, or split over mesh.dp and mesh.shard only",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torsh_distributed.plan.describing import show
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanSections
@@ -39,9 +39,9 @@ class CompatibilityRule:
     text: Callable[[PlanSections], str] | None = None
     """The sentence, where listing the keys would not show the numbers that matter."""
 
-    def problem(self, plan: PlanSections) -> Problem:
-        """What to tell the user of a plan that breaks the rule."""
-        given = [key for key in self.keys if _is_set(plan, key)] or list(self.keys)
+    def problem(self, plan: PlanSections, *, given: Sequence[str] = ()) -> Problem:
+        """What to tell the user of a plan that breaks the rule; `given` keys are shown at their defaults too."""
+        given = [key for key in self.keys if key in given or _is_set(plan, key)] or list(self.keys)
         if self.text is not None:
             return Problem(given[0], self.text(plan), self.way_out)
         first, *others = (f"{key} = {show(plan.value(key))}" for key in given)
