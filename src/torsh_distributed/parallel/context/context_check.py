@@ -96,6 +96,7 @@ def _require_sequence(model: Any) -> None:
         raise ConfigurationError(
             f"{kind} has output_router_logits = True: its load-balancing loss is over the tokens of whole sequences",
             hint="set model.config.output_router_logits = False",
+            key="mesh.cp",
         )
 
 

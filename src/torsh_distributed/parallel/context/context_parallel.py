@@ -235,5 +235,6 @@ def _find_tables(model: nn.Module, names: tuple[str, ...] | None) -> list[tuple[
             f"the model has no buffer {missing[0]}",
             hint="use the names passed to register_buffer(name, …)",
             buffers=[name for name, _ in model.named_buffers()],
+            key="mesh.cp",
         )
     return found

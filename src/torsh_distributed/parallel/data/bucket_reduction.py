@@ -64,4 +64,5 @@ def _check_device(config: DistributedConfig, device: torch.device) -> None:
             f"{' and '.join(wanted)}: for models on the CPU only",
             hint="leave it out, or keep the model on the CPU; nccl chooses its own way (NCCL_ALGO)",
             device=str(device),
+            key=wanted[0].split()[0],
         )

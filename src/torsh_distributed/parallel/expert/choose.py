@@ -60,12 +60,14 @@ def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
                 raise ConfigurationError(
                     f"expert.{key} is {wanted} in the plan, but {built} in the layer {name}",
                     hint="build the layer from the plan: MoELayer(input_dim, hidden_dim, plan.expert)",
+                    key=f"expert.{key}",
                 )
         _refuse(name, layer_clashes(plan, layer.config))
         if splits_model(plan) and layer.group is not None:
             raise ConfigurationError(
                 f"{name} was built with a group, and {plan.mesh.equation} spreads its experts by itself",
                 hint="build MoELayer without a group: its experts are then spread as the plan says",
+                key="mesh.ep",
             )
     for name in placed:
         _refuse(name, layer_clashes(plan, None))
@@ -98,6 +100,7 @@ def _refuse_expert_keys(plan: Plan) -> None:
         raise ConfigurationError(
             f"expert.{changed[0]} is for layers of this library, and the experts of this model have their own settings",
             hint=f"leave expert.{changed[0]} out of the plan, and set the model's configuration",
+            key=f"expert.{changed[0]}",
         )
 
 
@@ -111,4 +114,5 @@ def _refuse_without_experts(plan: Plan, *, has_experts: bool) -> None:
         raise ConfigurationError(
             f"{what} is for models with experts, and this one has none",
             hint="put a MoELayer into the model, or leave it out of the plan",
+            key=what.split()[0],
         )

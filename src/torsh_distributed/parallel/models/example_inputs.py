@@ -80,6 +80,7 @@ def _example(model: nn.Module) -> dict[str, Any]:
         f"{type(model).__name__} has to run once on a small example, and none can be made for it",
         hint="pass one microbatch: parallelize(…, example=(inputs,)), or a mapping of the arguments of forward",
         main_input=name,
+        keys=("mesh.pp", "mesh.cp"),
     )
 
 

@@ -54,6 +54,7 @@ def trace_layers(model: nn.Module) -> LayerGraph:
             hint="its forward must not branch on values; or pass example=(inputs,) to parallelize(): its own forward is"
             f" kept then; or give the model a method {PROTOCOL}() that returns its layers, each of which takes the"
             " output of the previous one",
+            key="mesh.pp",
         ) from error
     if assigned:
         raise ConfigurationError(
@@ -61,6 +62,7 @@ def trace_layers(model: nn.Module) -> LayerGraph:
             " would not do",
             hint="assign it in the forward of a layer; or pass example=(inputs,) to parallelize(): the model's own"
             " forward is kept then",
+            key="mesh.pp",
         )
     layers = tuple(str(node.target) for node in graph.nodes if node.op == "call_module")
     repeated = sorted({name for name in layers if layers.count(name) > 1})
@@ -68,6 +70,7 @@ def trace_layers(model: nn.Module) -> LayerGraph:
         raise ConfigurationError(
             f"the layer {repeated[0]} runs more than once in a forward, so it does not fit in one stage",
             hint="build a module for each call and share the parameters (they are then tied between stages)",
+            key="mesh.pp",
         )
     return LayerGraph(graph, layers)
 
@@ -89,6 +92,7 @@ def _chain(model: nn.Module) -> LayerGraph:
                 f"{PROTOCOL}() returned a module that is not part of the model",
                 hint="return submodules of the model",
                 layer=type(layer).__name__,
+                key="mesh.pp",
             )
         layers.append(names[id(layer)])
         value = graph.call_module(layers[-1], (value,))

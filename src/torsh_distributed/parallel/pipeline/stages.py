@@ -215,6 +215,7 @@ def _costs(model: nn.Module, form: LayerGraph | LayerChain, balance: Balance, ex
             raise ConfigurationError(
                 'balance "time" measures the layers, so it needs inputs to run them on',
                 hint="pass example=(inputs,), one microbatch",
+                key="pipeline.balance",
             )
         return measure_time(model, form, example)
     return estimate_work(model, form.layers)
@@ -233,6 +234,7 @@ def _manual(form: LayerGraph | LayerChain, split_points: Sequence[str], num_stag
             f"{len(split_points)} split points make {len(set(starts))} stages, but the plan needs {num_stages}",
             hint=f"name the first layer of every stage except the first: {num_stages - 1} different layers",
             split_points=tuple(split_points),
+            key="pipeline.split_points",
         )
     return starts
 
@@ -320,6 +322,7 @@ def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.
             f"the value {numbers[0].name!r} of the model's forward is a number or a shape that a later stage needs",
             hint="read sizes from a tensor inside each layer, or choose split points that it does not cross",
             crossing=[node.name for node in alive],
+            key="pipeline.split_points",
         )
     return alive
 

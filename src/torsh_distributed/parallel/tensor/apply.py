@@ -58,6 +58,7 @@ def tensor_parallel(
             hint='slice the mesh: device_mesh["tp"]',
             mesh=tuple(mesh.shape),
             tp=chosen.tp,
+            key="mesh.tp",
         )
     register_cpu_attention()
     if mesh.device_type == "cpu":

@@ -41,6 +41,7 @@ class ParallelAttention(nn.Module):
                 hidden_size=hidden_size,
                 num_heads=num_heads,
                 num_key_value_heads=key_value_heads,
+                key="mesh.tp",
             )
         check_heads(num_heads, key_value_heads, mesh.size(), where="ParallelAttention")
         self.head_dim, self.dropout, self.is_causal = hidden_size // num_heads, dropout, is_causal

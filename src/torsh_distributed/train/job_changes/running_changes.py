@@ -160,7 +160,7 @@ def change_plan(engine: Changeable, change: RunningChange) -> None:
         try:
             engine.strategy.use_compression(plan.compress)
         except TorshError as error:  # a model or strategy whose gradients cannot be compressed
-            raise ConfigurationError(error.message, hint=error.hint) from error
+            raise ConfigurationError(error.message, hint=error.hint, key="compress.method") from error
     engine.plan = plan
     engine.learning_rate.multiply(change.learning_rate_factor)
     if change.changes_section("checkpoint"):

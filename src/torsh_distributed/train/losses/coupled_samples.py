@@ -28,6 +28,7 @@ def check_coupled_samples(model: nn.Module, plan: Plan, *, data_degree: int) -> 
             f" batch, and {data_degree} ranks and {passes} passes have only their own",
             hint="set model.config.output_router_logits = False; or build the model with td.MoELayer, whose"
             " load-balancing loss is over the batch of all ranks",
+            keys=("mesh.dp", "mesh.shard", "training.gradient_accumulation"),
         )
     names = batch_norms(model)
     if not names or process_group.rank() != 0:

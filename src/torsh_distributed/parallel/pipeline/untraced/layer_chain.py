@@ -229,6 +229,7 @@ class _Notes:
                 raise ConfigurationError(
                     f"the layer {self._layers[0]} of {self._kind} takes no tensor as its first argument",
                     hint="a stage sends the hidden state, which a layer takes first",
+                    key="mesh.pp",
                 )
             self.argument = "hidden_states" if "hidden_states" in floating else floating[0]
         result = self._results[self._layers[0]]
@@ -239,6 +240,7 @@ class _Notes:
             raise ConfigurationError(
                 f"the layer {self._layers[0]} of {self._kind} returns {type(result).__name__}, which no stage can send",
                 hint="a layer returns the hidden state, or a tuple that begins with it",
+                key="mesh.pp",
             )
 
     def _find_units(self) -> None:
@@ -321,6 +323,7 @@ def _require_steady(model: nn.Module) -> None:
         raise ConfigurationError(
             f"{kind} leaves out layers at random (layerdrop {config.layerdrop:g}), so stages would wait for each other",
             hint="set layerdrop = 0 in its config",
+            key="mesh.pp",
         )
     for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
         if getattr(config, name, False):
@@ -328,6 +331,7 @@ def _require_steady(model: nn.Module) -> None:
                 f"{kind} has {name} = True in its config: it collects results of all layers, and a stage has only its"
                 " own",
                 hint=f"set model.config.{name} = False",
+                key="mesh.pp",
             )
 
 

@@ -135,6 +135,7 @@ def _detail(name: str, module: nn.Module, style: SplitStyle, model: nn.Module) -
     raise ConfigurationError(
         f"{name}: the number of outputs with positions (qk_rope_head_dim) is not known",
         hint=f"override it with 'replicated' together with the layers of {name.rpartition('.')[0]}",
+        key="tensor.overrides",
     )
 
 
@@ -145,6 +146,7 @@ def _check_experts(name: str, module: nn.Module, split: set[str]) -> None:
         raise ConfigurationError(
             f"{name}: {others[0]} is whole, and the experts around it are split by features",
             hint=f"name {name}.{others[0]} in the tensor plan, or override {name} with 'replicated'",
+            key="tensor.overrides",
         )
 
 

@@ -56,6 +56,7 @@ def planned(
         raise ConfigurationError(
             f"{name} is a {type(module).__name__}, which cannot be split as {style.value!r}",
             hint=f"this style is for {kind}; use 'replicated' to leave the module whole",
+            key="tensor.overrides",
         )
     plain = nn.Embedding if style in _TABLES else nn.Linear
     if style in (*_LINEAR, *_TABLES) and not can_be_split(module, plain):
@@ -83,6 +84,7 @@ def planned_param(name: str, param: Tensor, style: SplitStyle) -> PlannedModule:
         raise ConfigurationError(
             f"{name} is a parameter, which cannot be split as {style.value!r}",
             hint=f"one of {', '.join(cuts)}",
+            key="tensor.overrides",
         )
     return PlannedModule(name, "Parameter", style, shape, cuts[style], is_param=True)
 
@@ -106,5 +108,6 @@ def _halves(name: str, width: int) -> tuple[int, int]:
         raise ConfigurationError(
             f"{name}: two layers fused into one of width {width} are not of equal width",
             hint="override it with 'column_gathered' or 'replicated'",
+            key="tensor.overrides",
         )
     return (width // 2, width // 2)

@@ -79,6 +79,8 @@ def style_named(name: str, *, where: str) -> SplitStyle:
     if name not in tuple(SplitStyle):
         known = [*SplitStyle, *FROM_TRANSFORMERS]
         raise ConfigurationError(
-            f"{where}: there is no style {name!r}", hint=did_you_mean(name, known) or f"one of {', '.join(known)}"
+            f"{where}: there is no style {name!r}",
+            hint=did_you_mean(name, known) or f"one of {', '.join(known)}",
+            key="tensor.overrides",
         )
     return SplitStyle(name)

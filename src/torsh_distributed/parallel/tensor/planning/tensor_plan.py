@@ -168,6 +168,7 @@ def _overridden(model: nn.Module, overrides: Mapping[str, SplitStyle | str]) -> 
                 f"overrides[{pattern!r}] matches no module",
                 hint=near or "patterns match whole names, such as blocks.*.fc1",
                 modules=[one for one in modules if one][:8],
+                key="tensor.overrides",
             )
         out.update({one: style for one in matched if one in params or _has_params(modules[one])})
     return out
@@ -220,6 +221,7 @@ def _attention_rows(modules: Mapping[str, nn.Module], found: structure.Attention
             f"the number of heads of {found.where or 'the model'} is not known, so they cannot be split",
             hint=f"give the module an attribute {structure.HEAD_COUNTS[0]}, or override its layers with 'replicated'",
             looked_for=structure.HEAD_COUNTS,
+            key="tensor.overrides",
         )
     heads, shared = found.num_heads, found.num_key_value_heads
     check_heads(heads, shared, tp, where=found.where or "the model")
