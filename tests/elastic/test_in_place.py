@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -415,15 +416,31 @@ def test_a_plan_scales_a_job_down_that_waits_for_data(tmp_path: Path) -> None:
 
 
 def test_ranks_with_other_data_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    (tmp_path / "samples-1").write_text("200")
+    (tmp_path / "other-1.json").write_text('{"samples": 200}')
     outcome = run_job(tmp_path, "--max-restarts", "0", num_workers=2)
     assert outcome.code != 0, outcome.output
     assert "rank 0 has data {'samples': 240}, rank 1 has {'samples': 200}" in outcome.output
     assert not outcome.losses()
 
 
-def test_one_that_joins_with_other_data_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "samples-2").write_text("200")
+def test_ranks_that_evaluate_other_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "evaluate").touch()
+    (tmp_path / "other-1.json").write_text('{"evaluated": 200}')
+    outcome = run_job(tmp_path, "--max-restarts", "0", num_workers=2, num_steps=3)
+    assert outcome.code != 0, outcome.output
+    assert "rank 0 has data {'samples': 240}, rank 1 has {'samples': 200}" in outcome.output
+    assert not outcome.weights()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("samples", "data {'samples': 240}, rank 1 has {'samples': 200}"),
+        pytest.param("rate", "optimizer", marks=pytest.mark.matrix),
+    ],
+)
+def test_one_that_joins_with_other_data_or_another_optimizer_is_refused(tmp_path: Path, other: str, said: str) -> None:
+    (tmp_path / "other-2.json").write_text(json.dumps({other: {"samples": 200, "rate": 3.0}[other]}))
     (tmp_path / "pause").write_text("0.1")
     outcome = run_job(
         tmp_path,
@@ -434,6 +451,5 @@ def test_one_that_joins_with_other_data_is_refused(tmp_path: Path) -> None:
         meanwhile=lambda folder: wait_for_joined(folder, member=3),
     )
     check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
-    said = "the settings of one that joins differ: rank 0 has data {'samples': 240}, rank 1 has {'samples': 200}"
-    assert said in outcome.output
+    assert f"the settings of one that joins differ: rank 0 has {said}" in outcome.output
     assert not outcome.steps(2)

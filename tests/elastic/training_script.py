@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +21,10 @@ NUM_STEPS = 30
 BATCH = 24
 
 
-def build(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[torch.Tensor, ...]]]:
+Loader = DataLoader[tuple[torch.Tensor, ...]]
+
+
+def build(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
     """The same model and data in every process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
@@ -29,6 +33,26 @@ def build(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader
     # A wide model at a high rate amplifies rounding: its losses would not compare.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if width == 64 else 1e-4)
     return model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+@dataclass(frozen=True)
+class Other:
+    """What one worker has otherwise than the rest: `other-RANK.json` says it."""
+
+    samples: int = 240
+    evaluated: int = 240
+    rate: float = 1.0
+
+    @classmethod
+    def of(cls, folder: Path, rank: str) -> Other:
+        path = folder / f"other-{rank}.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    @staticmethod
+    def part_of(loader: Loader, num_samples: int) -> Loader:
+        if num_samples == len(loader.dataset):  # type: ignore[arg-type]  # a TensorDataset has a length
+            return loader
+        return DataLoader(Subset(loader.dataset, range(num_samples)), batch_size=BATCH, shuffle=True)
 
 
 def plan_of(folder: Path, num_steps: int, checkpoints: str | None) -> td.Plan:
@@ -57,9 +81,9 @@ def main() -> None:
     plan = plan_of(folder, num_steps, checkpoints)
     with td.distributed(plan, backend=backend):
         model, optimizer, loader = build(int((folder / "width").read_text()) if (folder / "width").exists() else 64)
-        other = folder / f"samples-{os.environ['RANK']}"
-        if other.exists():
-            loader = DataLoader(Subset(loader.dataset, range(int(other.read_text()))), batch_size=BATCH, shuffle=True)
+        other = Other.of(folder, os.environ["RANK"])
+        optimizer.param_groups[0]["lr"] *= other.rate
+        loader = other.part_of(loader, other.samples)
         reached("step", 0)
         reached("start")
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
@@ -93,6 +117,8 @@ def main() -> None:
                 }
                 log.write(json.dumps(record) + "\n")
                 mark(folder, step=engine.num_steps)
+        if (folder / "evaluate").exists():
+            engine.evaluate(other.part_of(loader, other.evaluated))
         torch.save(engine.unwrapped.state_dict(), folder / f"weights-{member}.pt")
 
 

@@ -172,8 +172,9 @@ class Engine:
         done with its update, or when the next one is asked for. After a load the epoch resumes where it stopped.
         `epochs` ends the iteration earlier.
         """
-        self._agree_on(loader)
-        if self.elastic is not None:
+        if self.elastic is None:
+            require_same_data(describe_loader(loader, seed=self.plan.training.seed))
+        else:  # one may join later: the steps compare
             self.settings["data"] = describe_loader(loader, seed=self.plan.training.seed)
             self.elastic.join()
         ledger, training = self.ledger, self.plan.training
@@ -432,19 +433,22 @@ class Engine:
         loss_fn they see the model's `logits` and the batch's `labels`.
         """
         self.settle()
-        self._agree_on(loader)
-        with attending_with(self.plan.training.attention):
-            return self._together(
-                lambda: evaluate(
-                    self.strategy,
-                    self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
-                    loss=self.loss,
-                    kind=lambda batch: self.loss.kind(self._setting, batch),
-                    precision=self.precision,
-                    device=self.device,
-                    metrics=metrics,
-                )
+        seed = self.plan.training.seed
+
+        def compute() -> float | dict[str, Any]:
+            require_same_data(describe_loader(loader, seed=seed))
+            return evaluate(
+                self.strategy,
+                self._sharded(loader, DataOrder(seed=seed)),
+                loss=self.loss,
+                kind=lambda batch: self.loss.kind(self._setting, batch),
+                precision=self.precision,
+                device=self.device,
+                metrics=metrics,
             )
+
+        with attending_with(self.plan.training.attention):
+            return self._together(compute)
 
     def export(
         self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
@@ -621,11 +625,6 @@ class Engine:
     def _random_part(self) -> int | None:
         """Of the present world: a job that has lost a rank numbers the others again."""
         return None if self._has_one_stream else self.strategy.random_part
-
-    def _agree_on(self, loader: Iterable[Batch]) -> None:
-        """Refuse data that differ between ranks; in an elastic job, where one may join later, its steps do that."""
-        if self.elastic is None:
-            require_same_data(describe_loader(loader, seed=self.plan.training.seed))
 
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together, outside of steps."""
