@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.bed.world import ROOT, World
@@ -60,26 +59,13 @@ def train_alone(path: Path) -> list[float]:
     losses = []
     for inputs, targets in itertools.islice(global_batches(demo.loader, plan.training.seed), STEPS):
         demo.optimizer.zero_grad()
-        losses.append(0.0)
-        for piece, wanted in zip(pieces_of(inputs, plan), pieces_of(targets, plan), strict=True):
-            loss = demo.loss_fn(demo.model(piece), wanted) * len(piece) / len(inputs)
-            loss.backward()
-            losses[-1] += loss.item()
+        loss = demo.loss_fn(demo.model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
         if plan.training.gradient_clipping is not None:
             nn.utils.clip_grad_norm_(demo.model.parameters(), plan.training.gradient_clipping)
         demo.optimizer.step()
     return losses
-
-
-def pieces_of(rows: Tensor, plan: Plan) -> list[Tensor]:
-    """The batch; with experts in a pipeline its microbatches, as all ranks together have them.
-
-    The balance loss of a batch is not the mean of those of its microbatches.
-    """
-    if demo_of(plan) != "moe" or plan.mesh.pp == 1:
-        return [rows]
-    shares = [share.chunk(plan.pipeline.num_microbatches) for share in rows.chunk(plan.mesh.data_degree)]
-    return [torch.cat(parts) for parts in zip(*shares, strict=True)]
 
 
 def global_batches(loader: DataLoader[Any], seed: int) -> Iterator[Any]:

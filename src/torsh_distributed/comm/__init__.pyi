@@ -37,7 +37,6 @@ from torsh_distributed.comm.collectives.work import Work as Work
 from torsh_distributed.comm.groups.abort import abort as abort
 from torsh_distributed.comm.groups.manager import CommunicationGroup as CommunicationGroup
 from torsh_distributed.comm.groups.manager import GroupManager as GroupManager
-from torsh_distributed.comm.groups.manager import GroupType as GroupType
 from torsh_distributed.comm.groups.process_group import backend as backend
 from torsh_distributed.comm.groups.process_group import destroy_process_group as destroy_process_group
 from torsh_distributed.comm.groups.process_group import device as device
@@ -59,8 +58,7 @@ from torsh_distributed.comm.recording.flight_recorder import FlightRecorder as F
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord as OperationRecord
 from torsh_distributed.comm.recording.flight_recorder import recorder as recorder
 from torsh_distributed.comm.reduce_op import ReduceOp as ReduceOp
-from torsh_distributed.comm.scheduler.ordering import SchedulingStrategy as SchedulingStrategy
+from torsh_distributed.comm.scheduler.queue import Priority as Priority
 from torsh_distributed.comm.scheduler.scheduler import CommunicationScheduler as CommunicationScheduler
-from torsh_distributed.comm.scheduler.task import Priority as Priority
 from torsh_distributed.comm.store.registry import open_store as open_store
 from torsh_distributed.comm.store.store import Store as Store

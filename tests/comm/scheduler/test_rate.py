@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.comm.scheduler.rate import TokenBucket
+from torsh_distributed.comm.scheduler.rate import BandwidthMonitor, TokenBucket
 from torsh_distributed.errors import InvalidArgument
 
 
@@ -72,3 +72,41 @@ def test_what_exceeds_the_bucket_leaves_a_debt() -> None:
 def test_impossible_limits_are_refused(rate: float, burst: float | None) -> None:
     with pytest.raises(InvalidArgument, match="must be above zero"):
         TokenBucket(rate, burst)
+
+
+def monitor(now_s: float, **options: float) -> BandwidthMonitor:
+    return BandwidthMonitor(clock=lambda: now_s, **options)
+
+
+def test_it_is_unknown_until_something_travelled() -> None:
+    empty = monitor(0.0)
+    assert empty.measured() is None
+    empty.add(0, 0.0, 1.0)
+    assert empty.measured() is None, "an empty message says nothing about bandwidth"
+
+
+def test_time_shared_by_transfers_counts_once_and_idle_time_not_at_all() -> None:
+    measured = monitor(20.0, window_s=30.0)
+    measured.add(100, 0.0, 2.0)
+    measured.add(100, 1.0, 2.0)
+    measured.add(100, 9.0, 10.0)
+    found = measured.measured()
+    assert found is not None
+    assert found == pytest.approx(300 / 3)
+
+
+def test_only_the_window_counts() -> None:
+    measured = monitor(100.0, window_s=10.0)
+    measured.add(1_000_000, 0.0, 1.0)
+    assert measured.measured() is None
+    measured.add(10, 98.0, 99.0)
+    found = measured.measured()
+    assert found is not None
+    assert found == pytest.approx(10)
+
+
+def test_memory_is_bounded() -> None:
+    measured = monitor(10_000.0, window_s=1e9)
+    for number in range(3000):
+        measured.add(1, float(number), number + 0.5)
+    assert len(measured._transfers) == 1000

@@ -1,7 +1,7 @@
-"""Groups by name: their members, and the usual layouts.
+"""Groups by name, and their members. The groups of a layout are those of a plan's mesh.
 
-Every rank creates every group, in the same order, member or not: c10d requires it, and it makes two-axis layouts
-possible. A non-member has a `CommunicationGroup` whose `is_member` is False.
+Every rank creates every group, in the same order, member or not: c10d requires it. A non-member
+has a `CommunicationGroup` whose `is_member` is False.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,16 +17,7 @@ from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
-from torsh_distributed.comm.groups.process_group import roster
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
-
-
-class GroupType(StrEnum):
-    """The purpose of a group."""
-
-    INTRA_NODE = "intra_node"
-    INTER_NODE = "inter_node"
-    CUSTOM = "custom"
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,6 @@ class CommunicationGroup:
 
     name: str
     ranks: tuple[int, ...]
-    kind: GroupType
     handle: dist.ProcessGroup | None
     """The `group` argument of collectives; None on a rank that is not a member."""
 
@@ -109,54 +98,13 @@ class GroupManager:
     def __init__(self) -> None:
         self._groups: dict[str, CommunicationGroup] = {}
 
-    def create_group(
-        self, name: str, ranks: Iterable[int], *, kind: GroupType = GroupType.CUSTOM, backend: str | None = None
-    ) -> CommunicationGroup:
+    def create_group(self, name: str, ranks: Iterable[int], *, backend: str | None = None) -> CommunicationGroup:
         """A new group over `ranks`, in that order; every rank of the world calls this, members or not."""
         members = tuple(ranks)
         self._check(name, members)
-        group = CommunicationGroup(name, members, kind, _new_group(members, backend=backend, group_desc=name))
+        group = CommunicationGroup(name, members, _new_group(members, backend=backend, group_desc=name))
         self._groups[name] = group
         return group
-
-    def create_group_from_range(self, name: str, start: int, stop: int, step: int = 1) -> CommunicationGroup:
-        """A new group over range(start, stop, step)."""
-        return self.create_group(name, range(start, stop, step))
-
-    def create_standard_groups(self, *, dp: int, mp: int) -> tuple[CommunicationGroup, CommunicationGroup]:
-        """The two axes of a dp × mp layout: this rank's data-parallel and model-parallel group.
-
-        Neighbouring ranks share a model: rank = dp_index * mp + mp_index. Names: `dp_<mp_index>`, `mp_<dp_index>`.
-        """
-        if dp < 1 or mp < 1 or dp * mp != process_group.world_size():
-            raise InvalidArgument(
-                f"dp {dp} × mp {mp} = {dp * mp}, but the world has {process_group.world_size()} ranks",
-                hint="their product must be the world",
-            )
-        for index in range(mp):
-            self.create_group(f"dp_{index}", range(index, dp * mp, mp))
-        for index in range(dp):
-            self.create_group(f"mp_{index}", range(index * mp, (index + 1) * mp))
-        rank = process_group.rank()
-        return self.group(f"dp_{rank % mp}"), self.group(f"mp_{rank // mp}")
-
-    def create_hierarchical_groups(
-        self, ranks_per_node: int | None = None
-    ) -> tuple[CommunicationGroup, CommunicationGroup]:
-        """This rank's node group, and the group of the ranks at its position on every node.
-
-        Nodes are those on which the ranks met, or, with `ranks_per_node`, consecutive ranks. If nodes are uneven the
-        later positions exist on some nodes only. Names: `node_<i>`, `inter_node_<local rank>`.
-        """
-        nodes = _nodes(ranks_per_node)
-        for index, members in enumerate(nodes):
-            self.create_group(f"node_{index}", members, kind=GroupType.INTRA_NODE)
-        for position in range(max(map(len, nodes))):
-            across = [members[position] for members in nodes if position < len(members)]
-            self.create_group(f"inter_node_{position}", across, kind=GroupType.INTER_NODE)
-        rank = process_group.rank()
-        index, members = next((index, members) for index, members in enumerate(nodes) if rank in members)
-        return self.group(f"node_{index}"), self.group(f"inter_node_{members.index(rank)}")
 
     def group(self, name: str) -> CommunicationGroup:
         """The group of that name, or ProcessGroupNotFound with the known names."""
@@ -193,18 +141,3 @@ class GroupManager:
             raise RankOutOfBounds(
                 f"group {name!r} names ranks outside the world of {process_group.world_size()}", ranks=outside
             )
-
-
-def _nodes(ranks_per_node: int | None) -> Sequence[tuple[int, ...]]:
-    size = process_group.world_size()
-    if ranks_per_node is None:
-        members: dict[int, list[int]] = {}
-        for rank, node in enumerate(roster().nodes):
-            members.setdefault(node, []).append(rank)
-        return [tuple(ranks) for ranks in members.values()]
-    if ranks_per_node < 1 or size % ranks_per_node:
-        raise InvalidArgument(
-            f"{ranks_per_node} ranks per node do not divide the world of {size}",
-            hint="leave ranks_per_node out to use the nodes on which the ranks met",
-        )
-    return [tuple(range(start, start + ranks_per_node)) for start in range(0, size, ranks_per_node)]

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
+from torsh_distributed.comm.recording.intervals import covered_s
 from torsh_distributed.errors import InvalidArgument
+
+_MAX_TRANSFERS = 1000
+
+
+class BandwidthMonitor:
+    """Bytes per second over the transfers that ended in the last `window_s` seconds; at most 1,000 are kept.
+
+    Time in which transfers overlap counts once, so concurrency shows as bandwidth. Idle time does not count: the
+    figure says what the link gives, not how much is asked of it.
+    """
+
+    def __init__(self, window_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._transfers: deque[tuple[float, float, int]] = deque(maxlen=_MAX_TRANSFERS)
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int, start_s: float, end_s: float) -> None:
+        """Note a transfer by its times on the monotonic clock. Empty ones say nothing about bandwidth."""
+        if num_bytes > 0 and end_s > start_s:
+            with self._lock:
+                self._transfers.append((start_s, end_s, num_bytes))
+
+    def measured(self) -> float | None:
+        """Bytes per second in the window; None if nothing travelled in it."""
+        oldest_s = self._clock() - self._window_s
+        with self._lock:
+            recent = [transfer for transfer in self._transfers if transfer[1] >= oldest_s]
+        if not recent:
+            return None
+        times = [(start_s, end_s) for start_s, end_s, _ in recent]
+        return sum(size for *_, size in recent) / covered_s(times)
+
 
 _BURST_S = 0.05
 

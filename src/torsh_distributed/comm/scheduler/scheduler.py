@@ -8,19 +8,54 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
-from torsh_distributed.comm.scheduler.ordering import SchedulingStrategy, TaskChooser
-from torsh_distributed.comm.scheduler.queue import TaskQueue
-from torsh_distributed.comm.scheduler.rate import TokenBucket
-from torsh_distributed.comm.scheduler.scheduler_stats import SchedulerStats
-from torsh_distributed.comm.scheduler.task import AnyTask, Priority, ScheduledWork
+from torsh_distributed.comm.scheduler.queue import AnyTask, Priority, ScheduledWork, TaskQueue
+from torsh_distributed.comm.scheduler.rate import BandwidthMonitor, TokenBucket
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """What a scheduler did so far; means are None while there is nothing to average."""
+
+    num_submitted: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    """Tasks that were pending when the scheduler was closed after an error or a timeout."""
+    num_expired: int = 0
+    """Tasks that did not start before their deadline, and those behind them in their stream."""
+    num_running: int = 0
+    queue_size: int = 0
+    peak_queue_size: int = 0
+    num_bytes: int = 0
+    """Bytes of the tasks that completed."""
+    total_queue_s: float = 0.0
+    """From submission to start, over all tasks that started."""
+    total_run_s: float = 0.0
+    """From start to end, over all tasks that ended."""
+    bytes_per_s: float | None = None
+    """Bandwidth measured over the last ten seconds; None if nothing travelled."""
+    rate_limit_bytes_per_s: float | None = None
+
+    @property
+    def mean_queue_s(self) -> float | None:
+        """From submission to start."""
+        num_started = self.num_completed + self.num_failed + self.num_running
+        return self.total_queue_s / num_started if num_started else None
+
+    @property
+    def mean_run_s(self) -> float | None:
+        """From start to end."""
+        num_ended = self.num_completed + self.num_failed
+        return self.total_run_s / num_ended if num_ended else None
+
 
 R = TypeVar("R")
 
@@ -39,7 +74,7 @@ def _let_threads_finish() -> None:
 
 
 class CommunicationScheduler:
-    """Runs operations in threads of its own: ordered by a strategy, at a limited rate, a few at a time.
+    """Runs operations in threads of its own: urgent ones first, at a limited rate, a few at a time.
 
     Threads start when there is work and end when there is none; `close`, or leaving the `with` block, waits for what
     was submitted.
@@ -48,7 +83,6 @@ class CommunicationScheduler:
     def __init__(
         self,
         *,
-        strategy: SchedulingStrategy | str = SchedulingStrategy.FIFO,
         max_concurrent_ops: int = 4,
         rate_limit_bytes_per_s: float | None = None,
         timeout_s: float = 300.0,
@@ -57,7 +91,7 @@ class CommunicationScheduler:
             if value <= 0:
                 raise InvalidArgument(f"{name} must be above zero", got=value)
         self._monitor = BandwidthMonitor()
-        self._queue = TaskQueue(TaskChooser(strategy, self._monitor), max_running=max_concurrent_ops)
+        self._queue = TaskQueue(max_running=max_concurrent_ops)
         self._max_threads = max_concurrent_ops + 1  # one more than may run, to watch the queue
         self._timeout_s = timeout_s
         self._bucket = _bucket(rate_limit_bytes_per_s)
@@ -134,7 +168,7 @@ class CommunicationScheduler:
                     self._stats.num_expired += len(expired)
                     self._changed.notify_all()
                     return partial(_complete_expired, expired)
-                task = self._queue.choose(now_s)
+                task = self._queue.choose()
                 delay_s = 0.0 if task is None or self._bucket is None else self._bucket.delay_s(task.num_bytes)
                 if task is not None and delay_s == 0.0:
                     self._start(task, now_s)
@@ -186,13 +220,12 @@ class CommunicationScheduler:
 
     def stats(self) -> SchedulerStats:
         """What happened so far."""
-        bandwidth = self._monitor.measured()
         with self._changed:
             return dataclasses.replace(
                 self._stats,
                 num_running=len(self._queue.running),
                 queue_size=len(self._queue.pending),
-                bytes_per_s=None if bandwidth is None else bandwidth.bytes_per_s,
+                bytes_per_s=self._monitor.measured(),
                 rate_limit_bytes_per_s=None if self._bucket is None else self._bucket.bytes_per_s,
             )
 

@@ -33,7 +33,7 @@ from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts, spread_on_meta
 from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
-from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, MESH_ORDER
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
 from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs
@@ -106,7 +106,7 @@ def composed_strategy(
             weights.allocate(model, here)
             weights.load(model, SplitWeights(model, mesh), names=here)
     # Ranks of one stage must recompute the same layers; other stages have other layers.
-    peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
+    peers = mesh.group(*(axis for axis in MESH_ORDER if axis != "pp"))
     compile_and_checkpoint(model, plan.compile, plan.activation, group=peers)
     if stages is not None:
         return _pipelined(model, plan, mesh, stages, splitting, facts, device)

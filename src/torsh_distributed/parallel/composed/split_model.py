@@ -17,7 +17,7 @@ from torsh_distributed.parallel.composed.split_state import ModelSplit
 from torsh_distributed.parallel.expert.stacked_experts import spread_params
 from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
-from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, MESH_ORDER
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
@@ -78,7 +78,7 @@ class SplitModel(MeshStrategy):
         by_copies: dict[int, list[Tensor]] = {}
         for name, grad in named.items():
             by_copies.setdefault(self._num_copies(name, isinstance(grad, DTensor)), []).append(grad)
-        everyone = (self._mesh.group(*self._mesh.layout.order),)
+        everyone = (self._mesh.group(*MESH_ORDER),)
         held = [HeldGradients(grads, everyone, num_copies) for num_copies, grads in by_copies.items()]
         norm = grad_norm(held or [HeldGradients((), everyone)], self._device)
         clip_to_norm(named.values(), norm, max_norm)
@@ -87,7 +87,7 @@ class SplitModel(MeshStrategy):
     def _num_copies(self, name: str, is_sharded: bool) -> int:
         """The number of ranks that hold the same piece of a gradient."""
         split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._split.experts, "pp": True}
-        axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
+        axes = [axis for axis in MESH_ORDER if not split.get(axis)]
         return self._mesh.layout.degree(*axes) * self._num_tied(name)
 
     def _num_tied(self, name: str) -> int:

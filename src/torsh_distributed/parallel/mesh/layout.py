@@ -11,12 +11,9 @@ from functools import cached_property
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 from torsh_distributed.plan.sections.mesh import MeshConfig
 
-TP_FASTEST = ("dp", "pp", "shard", "ep", "cp", "tp")
+MESH_ORDER = ("dp", "pp", "shard", "ep", "cp", "tp")
 """Axes from the outermost to the innermost: neighbouring ranks differ in tp, which communicates most, so its groups
 stay inside a node; replicas, which communicate once a step, are farthest apart."""
-
-PP_FASTEST = ("dp", "shard", "ep", "cp", "tp", "pp")
-"""The other order some launch scripts expect: neighbouring ranks are neighbouring pipeline stages."""
 
 DATA_AXES = ("dp", "shard", "ep")
 """Along these every rank has different samples."""
@@ -36,16 +33,8 @@ class MeshLayout:
     """
 
     config: MeshConfig
-    order: tuple[str, ...] = TP_FASTEST
-    """The axes from the outermost (slowest) to the innermost, in which neighbouring ranks differ."""
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(self.config.degrees):
-            raise InvalidArgument(
-                "the order of a mesh names each axis once",
-                hint=f"permute {', '.join(self.config.degrees)}",
-                order=self.order,
-            )
         if min(self.config.degrees.values()) < 1:
             raise InvalidArgument(
                 "the mesh still has an unresolved degree",
@@ -61,7 +50,7 @@ class MeshLayout:
     @property
     def used_axes(self) -> tuple[str, ...]:
         """The axes with more than one rank, outermost first."""
-        return tuple(axis for axis in self.order if self.degree(axis) > 1)
+        return tuple(axis for axis in MESH_ORDER if self.degree(axis) > 1)
 
     def degree(self, *axes: str) -> int:
         """The number of ranks along an axis, or in the grid that several span."""
@@ -74,15 +63,15 @@ class MeshLayout:
                 f"rank {rank} is outside 0..{self.world_size - 1}", rank=rank, world_size=self.world_size
             )
         found = {}
-        for axis in reversed(self.order):
+        for axis in reversed(MESH_ORDER):
             rank, found[axis] = divmod(rank, self.degree(axis))
-        return {axis: found[axis] for axis in self.order}
+        return {axis: found[axis] for axis in MESH_ORDER}
 
     def rank_at(self, **coordinates: int) -> int:
         """The rank at these coordinates; axes left out are 0."""
         self._checked(coordinates)
         rank = 0
-        for axis in self.order:
+        for axis in MESH_ORDER:
             index, degree = coordinates.get(axis, 0), self.degree(axis)
             if not 0 <= index < degree:
                 raise RankOutOfBounds(
@@ -103,14 +92,14 @@ class MeshLayout:
         """All groups along these axes; each rank is in exactly one."""
         chosen = self._checked(axes)
         offsets = self._offsets(chosen)
-        for first in self._offsets([axis for axis in self.order if axis not in chosen]):
+        for first in self._offsets([axis for axis in MESH_ORDER if axis not in chosen]):
             yield tuple(first + offset for offset in offsets)
 
     def data_part(self, rank: int) -> int:
         """Which part of every batch a rank works on, of `config.data_degree` parts."""
         found = self.coordinates(rank)
         part = 0
-        for axis in self.order:
+        for axis in MESH_ORDER:
             if axis in DATA_AXES:
                 part = part * self.degree(axis) + found[axis]
         return part
@@ -139,7 +128,7 @@ class MeshLayout:
     def _strides(self) -> dict[str, int]:
         """The distance in ranks between neighbours along each axis."""
         strides, stride = {}, 1
-        for axis in reversed(self.order):
+        for axis in reversed(MESH_ORDER):
             strides[axis] = stride
             stride *= self.config.degrees[axis]
         return strides
@@ -148,7 +137,7 @@ class MeshLayout:
         """The ranks of the grid that these axes span, starting at rank 0, in order."""
         steps = [
             range(0, self.degree(axis) * self._strides[axis], self._strides[axis])
-            for axis in self.order
+            for axis in MESH_ORDER
             if axis in axes
         ]
         return [sum(parts) for parts in itertools.product(*steps)]
@@ -162,7 +151,7 @@ class MeshLayout:
         if unknown:
             raise InvalidArgument(
                 f"the mesh has no axis {unknown[0]!r}",
-                hint=f"its axes are {', '.join(self.order)}",
+                hint=f"its axes are {', '.join(MESH_ORDER)}",
                 axes=chosen,
             )
         return chosen

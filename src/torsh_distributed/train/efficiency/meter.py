@@ -14,7 +14,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.parallel.mesh.layout import MeshLayout
+from torsh_distributed.parallel.mesh.layout import MESH_ORDER, MeshLayout
 from torsh_distributed.train.efficiency.account import Account
 from torsh_distributed.train.efficiency.report import EfficiencyReport, StepTimes
 from torsh_distributed.train.engine import Engine
@@ -110,6 +110,6 @@ class EfficiencyMeter:
             found = _resolve_process_group(group)  # type: ignore[arg-type]  # torch's name for a str
             members = dist.get_process_group_ranks(found)
             places = [self._layout.coordinates(rank) for rank in members]
-            spanned = [axis for axis in self._layout.order if len({place[axis] for place in places}) > 1]
+            spanned = [axis for axis in MESH_ORDER if len({place[axis] for place in places}) > 1]
             self._axes[group] = "×".join(spanned)
         return self._axes[group] or None
