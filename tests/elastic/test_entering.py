@@ -103,7 +103,7 @@ def test_a_failed_collective_waits_for_word_as_long_as_the_engine_of_others_need
 
     monkeypatch.setattr(client, "await_view", await_view)
     engine: Any = SimpleNamespace(
-        plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once, strategy=None, interrupted_loss=None
+        plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once, strategy=None, update=None
     )
     recovery = InPlaceRecovery(engine, client)
     monkeypatch.setattr(recovery, "_has_agreed", True)  # there is no group to compare settings in

@@ -47,7 +47,7 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT
-from torsh_distributed.train.job_changes.interrupted_step import InterruptedStep, finish_step, keep_step
+from torsh_distributed.train.job_changes.step_in_progress import InterruptedStep, StepInProgress
 
 if TYPE_CHECKING:
     from torsh_distributed.train.engine import Engine
@@ -94,6 +94,7 @@ class InPlaceRecovery:
 
     def __init__(self, engine: Engine, client: MembershipClient) -> None:
         self._engine = engine
+        self._in_progress = StepInProgress(engine)
         self._client = client
         self._world = EpochWorld(client.member)
         self._timeout_s = engine.plan.elastic.scaling_timeout_s
@@ -154,7 +155,7 @@ class InPlaceRecovery:
                 break
             except Exception as error:
                 keeps = False
-                self._kept = keep_step(engine)
+                self._kept = self._in_progress.keep()
                 self._recover(error)
                 kept, self._kept = self._kept, None
                 is_done = self._num_updates > before
@@ -164,14 +165,14 @@ class InPlaceRecovery:
                     engine.ledger.report_lost([number for number, one in committed if one not in now])
                 if is_done:
                     self._note("the update was done")
-                    engine.divide_again(None, is_done=True)
+                    self._in_progress.divide_next()
                     break
                 if kept is not None and self._sources is not None:
                     left = [number for number, one in enumerate(numbers) if one in now]
                     attempt = partial(self._finish, kept, left, self._sources)
                     self._note("gradients kept")
                 else:
-                    attempt = partial(engine.step_once, engine.divide_again(batch, is_done=False))
+                    attempt = partial(engine.step_once, self._in_progress.divide_again(batch))
                     numbers = now
                     self._note("step done again")
         self._numbers = numbers
@@ -187,8 +188,8 @@ class InPlaceRecovery:
 
     def _finish(self, kept: InterruptedStep, members: list[int], sources: dict[int, int]) -> float:
         """Finish the interrupted step from what the survivors have; the next one is divided among them."""
-        loss = finish_step(self._engine, kept, members=members, sources=sources)
-        self._engine.divide_again(None, is_done=True)
+        loss = self._in_progress.finish(kept, members=members, sources=sources)
+        self._in_progress.divide_next()
         return loss
 
     def _note(self, how: str) -> None:
@@ -208,7 +209,7 @@ class InPlaceRecovery:
                 return call()
             except Exception as error:
                 self._recover(error)
-                self._engine.divide_again(None, is_done=True)
+                self._in_progress.divide_next()
 
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         """The mean over the ranks, and with it whether all of them know of a view to enter after this step."""
@@ -266,7 +267,7 @@ class InPlaceRecovery:
             self._recover(error)
         else:
             self._enter_newest()
-        self._engine.divide_again(None, is_done=True)
+        self._in_progress.divide_next()
 
     def _is_ready_for(self, pending: WorldView) -> bool:
         """Whether this rank agrees to enter a view: the source of the state, once its streams are nearly done."""
@@ -332,7 +333,7 @@ class InPlaceRecovery:
 
     def _enter(self, view: WorldView) -> None:
         engine, client = self._engine, self._client
-        engine.abandon_saves()
+        self._in_progress.abandon_saves()
         self._drop_streams()
         has_state = not client.joins or self._receive(view)
         client.call_on_news(self._world.cancel)
@@ -340,7 +341,7 @@ class InPlaceRecovery:
         events.reached("regroup")
         self._even_out(has_state=has_state)
         assert isinstance(engine.strategy, DataParallel), "checked when this was attached"
-        engine.regrouped(engine.strategy.rebuilt())
+        self._in_progress.regrouped(engine.strategy.rebuilt())
         client.current, client.joins = view, False
         client.tell("entered", epoch=view.epoch, step=engine.num_steps)
 

@@ -30,7 +30,6 @@ from torsh_distributed.train.batches import (
     Batch,
     DataOrder,
     RankBatch,
-    count_pieces,
     count_samples,
     sharded,
     split_rows,
@@ -44,6 +43,7 @@ from torsh_distributed.train.job_changes.divided_batches import DividedBatches
 from torsh_distributed.train.job_changes.elastic_steps import ElasticSteps
 from torsh_distributed.train.job_changes.running_changes import RunningChanges
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
+from torsh_distributed.train.ledger.batch_feed import BatchFeed
 from torsh_distributed.train.ledger.data_position import describe_data, describe_loader, require_same_data
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
@@ -65,12 +65,13 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Update:
+class Update:
     """The optimizer update in progress: what its microbatches have produced so far."""
 
     started: float = field(default_factory=time.monotonic)
     losses: list[Tensor] = field(default_factory=list)
     mean: PendingNumber | None = None
+    """The loss over all ranks, on its way since the last backward began."""
     num_samples: int | None = None
     batch: Batch = None
     """What the update began with."""
@@ -129,16 +130,15 @@ class Engine:
         """Until the first batch, for a model that is split: what compares it with one process."""
         self.settings: dict[str, Any] = {}
         """What this rank was started with, plain values: all ranks have the same, and those that join later."""
-        self._pieces: DividedBatches | None = None
-        self._update: _Update | None = None
-        self._checkpoints: EngineCheckpoints | None = None
+        self.feed = BatchFeed(self.ledger, self.device, lambda: self.strategy)
+        """This rank's share of the global batch in progress."""
+        self.update: Update | None = None
+        """The update in progress, from its first microbatch until it is applied or discarded."""
+        self.opened_checkpoints: EngineCheckpoints | None = None
+        """Those of `checkpoints`, once that was asked for."""
         self._unread_norm: HostValue | None = None
         self.last_norm: HostValue | None = None
         """The norm of the last update's gradient, where one was measured."""
-        # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share, or None
-        # for batches of the user's own, of which the other ranks may have more.
-        self._evenness: float | None = None
-        self._total: int | None = None
         self._recovery: StepRecovery | None = None
         if plan.recovery.acts_on_steps:
             from torsh_distributed.train.recovery.step_recovery import StepRecovery
@@ -179,34 +179,26 @@ class Engine:
             self.elastic.join()
         ledger, training = self.ledger, self.plan.training
         last = None if epochs is None else ledger.epoch + epochs
-        is_epoch_known = False
         if self.plan.checkpoint.enabled and self.elastic is None:  # one that joins later would wait for the others
             self.checkpoints.hold()
         while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
-            version, was_whole_epoch, found = ledger.version, ledger.num_batches == 0, is_epoch_known
             ledger.use_data(describe_data(loader, seed=training.seed))
-            pieces = self._sharded(loader, self._order())
-            self._pieces = pieces if isinstance(pieces, DividedBatches) else None
-            for piece in events.each_in_phase("data", pieces):
-                found = True
-                yield self._take(piece)
-                self._evenness, self._total = None, None
-                if ledger.version != version:  # rolled back
+            for piece in events.each_in_phase("data", self.feed.use(self._sharded(loader, self._order()))):
+                yield self.feed.take(piece, self.num_steps)
+                self.feed.leave()
+                if not ledger.pass_over():  # rolled back: read again from where the ledger stands
                     break
-                ledger.pass_over()  # unless its update is done
                 if self.num_steps >= training.steps:
                     self.settle()
                     return
             else:
-                if not found and was_whole_epoch:
+                if ledger.num_batches == 0:
                     raise InvalidArgument(
                         "the loader gave no batch",
-                        hint="does it have samples? drop_last leaves out a batch that is not full",
+                        hint="does it have samples? drop_last leaves out a batch that is not full; "
+                        "a generator gives each batch once",
                     )
                 ledger.next_epoch()
-                is_epoch_known = False
-                continue
-            is_epoch_known = found
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
@@ -236,8 +228,8 @@ class Engine:
         if self.changes is not None:
             self.changes.before_update(self)
         events.reached("step", self.num_steps)
-        is_again = self._update is not None and self._update.batch is batch
-        if self._update is not None:
+        is_again = self.update is not None and self.update.batch is batch
+        if self.update is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
             # What the last step's recordings returned may be overwritten.
@@ -250,9 +242,9 @@ class Engine:
             count,
             is_largest_first=num_pieces is not None,
             multiple=self.strategy.rows_multiple,
-            at_least=1 if num_pieces is not None else self._least_passes(count),
+            at_least=1 if num_pieces is not None else self.feed.least_passes(count),
         )
-        update = self._update = _Update(num_samples=num_samples, batch=batch, pieces=pieces, is_again=is_again)
+        update = self.update = Update(num_samples=num_samples, batch=batch, pieces=pieces, is_again=is_again)
         for number, (piece, _) in enumerate(pieces):
             update.number, update.is_last = number, number == len(pieces) - 1
             yield piece
@@ -266,7 +258,7 @@ class Engine:
             comparison.run(self.loss, self._setting, to_device(whole, self.device))
         if update.weights is None:
             update.weights = self.loss.begin(
-                self._setting, whole, pieces, evenness=self._evenness, is_again=update.is_again
+                self._setting, whole, pieces, evenness=self.feed.evenness, is_again=update.is_again
             )
         self.loss.is_borrowed = update.weights.is_borrowed(update.number)
         self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
@@ -286,7 +278,7 @@ class Engine:
         update = self._begun()
         if update.weights is None:  # a loss of the user's own, from `engine.model`: a mean over this rank's samples
             pieces = update.pieces or [(None, 1.0)]
-            update.weights = self.loss.begin_samples(self.strategy, pieces, evenness=self._evenness)
+            update.weights = self.loss.begin_samples(self.strategy, pieces, evenness=self.feed.evenness)
         weight = update.weights.after(update.number, self.loss.take_count())
         weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         update.losses.append(weighted.detach())
@@ -294,8 +286,7 @@ class Engine:
             if update.mean is not None:
                 update.mean.wait()
             # Started before backward so it overlaps with it.
-            averaging = self.strategy if self.elastic is None else self.elastic
-            update.mean = averaging.mean_loss(update.loss)
+            update.mean = self.mean_loss(update.loss)
         with (
             events.phase("backward"),
             self.strategy.accumulating(is_last=update.is_last),
@@ -313,13 +304,13 @@ class Engine:
         it one step later, because waiting would leave the GPU idle; `settle` asks at once.
         """
         self.settle()
-        update = self._update
+        update = self.update
         if update is None or update.mean is None:
             raise InvalidArgument(
                 "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
             )
         loss = update.mean.wait()
-        self._update = None
+        self.update = None
         rate = None
         scale = self.precision.loss_scale
         with events.phase("optimizer"):
@@ -356,14 +347,14 @@ class Engine:
                     loss=loss,
                     duration_s=time.monotonic() - update.started,
                     comm_s=comm_s,
-                    num_samples=self._global(update.num_samples),
+                    num_samples=self.feed.num_global(update.num_samples),
                     grad_norm=None if norm is None else norm.wait(),
                     learning_rate=rate,
                     loss_scale=scale,
                     is_skipped=not is_done,
                 )
             )
-        if is_done and (self._checkpoints is not None or self.plan.checkpoint.enabled):
+        if is_done and (self.opened_checkpoints is not None or self.plan.checkpoint.enabled):
             self.checkpoints.after_step(loss)
         return loss
 
@@ -380,12 +371,12 @@ class Engine:
     @property
     def checkpoints(self) -> EngineCheckpoints:
         """When this engine saves, where to, and how it comes back: the plan's section `checkpoint`."""
-        if self._checkpoints is None:
+        if self.opened_checkpoints is None:
             # Here, not above: most of what it imports is for jobs that save.
             from torsh_distributed.train.checkpointing import EngineCheckpoints
 
-            self._checkpoints = EngineCheckpoints(self)
-        return self._checkpoints
+            self.opened_checkpoints = EngineCheckpoints(self)
+        return self.opened_checkpoints
 
     def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True) -> None:
         """Save a checkpoint of this step under the directory `path`, or the plan's; every rank calls this.
@@ -520,106 +511,19 @@ class Engine:
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
 
-    def regrouped(self, strategy: Strategy) -> None:
-        """Go on in another world, between two steps or with the one that was interrupted given up; every rank of it.
-
-        `strategy` is over the new world. The learning rate follows the number of replicas as the plan says.
-        """
-        self.strategy = strategy
-        self._update = self._unread_norm = None
-        self.loss.forget_total()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.learning_rate.rescale(strategy.data_degree)
-        if self.changes is not None:
-            self.changes.world_changed(self)
-
-    @property
-    def interrupted_loss(self) -> tuple[Tensor, Tensor | None] | None:
-        """This rank's loss in a step that failed after its last backward had begun, and what the loss counts in the
-        whole step, where samples do not say; None in any other step."""
-        update = self._update
-        if update is None or update.mean is None or update.weights is None or update.weights.correction is not None:
-            return None
-        return update.loss, update.weights.total
-
-    def lost_share(self, members: Sequence[int]) -> RankBatch | None:
-        """This rank's part of what others had of the current batch, with `members` of its ranks left.
-
-        None if the batch is not from `batches`: nobody knows then what the others had.
-        """
-        if self._pieces is None:
-            return None
-        share, total = self.ledger.assign(self.num_steps, members), self.ledger.total
-        batch = to_device(self._pieces.rows(share), self.device) if share else None
-        return RankBatch(batch, len(share), total)
-
-    def add_gradients(self, batch: Batch, evenness: float, total: Tensor | None) -> Tensor:
-        """Add the gradients of what a lost rank had to those held, without averaging; returns its weighted loss.
-
-        `evenness`: its samples over an equal share of the step's; `total`: what the loss counts in the whole step.
-        """
-        num_samples = count_samples(batch)
-        losses = []
-        for piece, share in split_rows(batch, num_samples, self.plan.training.gradient_accumulation):
-            with attending_with(self.plan.training.attention):
-                with self.precision.computing():
-                    loss = self.loss.compute(
-                        self.strategy, self.unwrapped, self.loss.guarded(piece, is_counted=total is not None)
-                    )
-                    loss = loss * self.loss.weight_of_rest(self.strategy, piece, evenness * share, total)
-                self.precision.scaled(loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def apply_averaged(self, loss: Tensor, num_samples: int | None) -> float:
-        """`apply` with averaged gradients that did not come from `backward`; `loss` is this rank's."""
-        averaging = self.strategy if self.elastic is None else self.elastic
-        self._update = _Update(losses=[loss], num_samples=num_samples, mean=averaging.mean_loss(loss))
-        return self.apply()
-
     def finish_saves(self) -> None:
         """Wait until nothing is being written; every rank calls this."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        if self.opened_checkpoints is not None:
+            self.opened_checkpoints.wait()
 
-    def abandon_saves(self) -> None:
-        """The world is about to change: what is being written, with ranks that may be gone, is given up."""
-        checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            replicas = checkpoints.abandon("the world changes")
-            if replicas is not None:
-                replicas.close()
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
+        """Start to average this rank's `loss` over the ranks; in an elastic job they vote with it."""
+        return self.strategy.mean_loss(loss) if self.elastic is None else self.elastic.mean_loss(loss)
 
-    def divide_again(self, batch: Batch, *, is_done: bool) -> Batch:
-        """After `regrouped`: this rank's share of the current batch, and of those to come.
-
-        `is_done`: the current batch was trained on. A batch that is not from `batches` stays as it is.
-        """
-        if self._pieces is None:
-            return batch
-        place = self.strategy.data_rank, self.strategy.data_degree
-        if is_done:
-            self._pieces.divide_next(*place)
-            return batch
-        return self._take(self._pieces.divide(*place))
-
-    def _take(self, piece: RankBatch) -> Batch:
-        """This rank's share of a global batch; the ledger knows whose the rest is."""
-        degree = self.strategy.data_degree
-        self.ledger.open(piece.total, ids=piece.ids, position=piece.position)
-        self.ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
-        if piece.total == 0:
-            raise InvalidArgument("the batch is empty", hint="the loader gave a batch without samples")
-        self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
-        return to_device(piece.batch, self.device)
-
-    def _least_passes(self, count: int) -> int:
-        """Passes that every rank makes where ranks communicate in forward: those of the rank that needs the most."""
-        total, degree, multiple = self._total, self.strategy.data_degree, self.strategy.rows_multiple
-        if total is None or not self.strategy.forward_is_collective:
-            return 1
-        shares = (max(1, total // degree), -(-total // degree))
-        return max(count_pieces(share, count, multiple=multiple) for share in shares)
+    def discard_update(self) -> None:
+        """Give up the update in progress, and what is not yet known of the one before."""
+        self.update = self._unread_norm = None
+        self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def _random_part(self) -> int | None:
@@ -634,12 +538,12 @@ class Engine:
     def _setting(self) -> StepSetting:
         return StepSetting(self.strategy, self.precision, self.device, self.elastic is not None)
 
-    def _begun(self) -> _Update:
-        if self._update is None:
+    def _begun(self) -> Update:
+        if self.update is None:
             if self.changes is not None:
                 self.changes.before_update(self)
-            self._update = _Update()
-        return self._update
+            self.update = Update()
+        return self.update
 
     def _sharded(self, loader: Iterable[Batch], order: DataOrder) -> Iterator[RankBatch]:
         divide = sharded if self.elastic is None else DividedBatches
@@ -657,12 +561,6 @@ class Engine:
             compares_ranks=self.elastic is None,  # one that joins later would compare alone
             is_deterministic=self.plan.distributed.deterministic,
         )
-
-    def _global(self, num_samples: int | None) -> int | None:
-        """Samples of the whole batch; where it does not come from `batches`, all ranks are taken to have as many."""
-        if num_samples is None:
-            return None
-        return self._total if self._total is not None else num_samples * self.strategy.data_degree
 
     def _place(self) -> list[int]:
         return [process_group.rank(), process_group.world_size()]
@@ -686,7 +584,7 @@ class Engine:
             self._require_finite("the norm of the gradient", norm.wait())
             yield norm
 
-    def _require_finite(self, what: str, value: float, update: _Update | None = None) -> None:
+    def _require_finite(self, what: str, value: float, update: Update | None = None) -> None:
         """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""
         if math.isfinite(value):
             return

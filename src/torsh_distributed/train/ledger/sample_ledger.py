@@ -79,6 +79,7 @@ class SampleLedger:
         self.version = 0
         """Changes when batches that were prepared no longer hold: after `take_back`, `load_state_dict`, `recut`."""
         self._open: _OpenBatch | None = None
+        self._opened_version = 0
         self._last: _CommittedBatch | None = None
         self._me = 0
 
@@ -113,6 +114,7 @@ class SampleLedger:
     def open(self, total: int, *, ids: Sequence[int] | None = None, position: Any = None) -> None:
         """The next global batch: `total` samples, with their indices, or with where the stream stands after them."""
         self._open = _OpenBatch(total, ids, position)
+        self._opened_version = self.version
 
     def assign(self, step: int, members: Sequence[int], *, me: int | None = None) -> tuple[int, ...]:
         """What this member has to do now: indices of the dataset, or rows of the batch for a stream.
@@ -192,11 +194,15 @@ class SampleLedger:
             )
         )
 
-    def pass_over(self) -> None:
-        """The batch in progress is not trained on, and not handed out again either."""
+    def pass_over(self) -> bool:
+        """The batch in progress, unless its update is done, is not trained on, and not handed out again either.
+
+        Returns whether those prepared after it hold: not after a roll back.
+        """
         batch, self._open = self._open, None
         if batch is not None:
             self._move_past(batch)
+        return self.version == self._opened_version
 
     def _move_past(self, batch: _OpenBatch) -> None:
         self.num_batches += 1
