@@ -14,6 +14,7 @@ from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
     Dashboard,
     DashboardPort,
+    ObserveOptions,
     PrometheusPort,
     observe_settings,
 )
@@ -66,10 +67,12 @@ def demo(
         elastic=ElasticSpec(max_workers=max(64, nproc_per_node)) if elastic else None,
         observe=observe_settings(
             chosen,
-            dashboard=dashboard,
-            dashboard_port=dashboard_port,
-            prometheus_port=prometheus_port,
-            html_report=Path(chosen.observe.report or directory / "report.html"),
+            ObserveOptions(
+                dashboard=dashboard,
+                dashboard_port=dashboard_port,
+                prometheus_port=prometheus_port,
+                html_report=Path(chosen.observe.report or directory / "report.html"),
+            ),
         ),
     )
     raise typer.Exit(launch_job(spec))

@@ -1,10 +1,8 @@
 """Options of `torsh run` and `torsh demo` about who looks at the job."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -21,59 +19,57 @@ DashboardPort = Annotated[
     int,
     typer.Option(min=0, max=65535, help="Port of the page; another if it is taken, 0 for any.", rich_help_panel=_PANEL),
 ]
-DashboardHost = Annotated[
-    str, typer.Option(help="Address of the page. Off loopback it asks for a token.", rich_help_panel=_PANEL)
-]
 PrometheusPort = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Serve metrics for Prometheus on this node.", rich_help_panel=_PANEL),
 ]
-HtmlReport = Annotated[
-    Path | None, typer.Option("--html-report", help="Write an HTML report at the end.", rich_help_panel=_PANEL)
-]
-Export = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--export",
-        help="Send metrics to jsonl:FILE, csv:FILE, tensorboard:DIR, otlp:URL, pushgateway:URL, wandb:PROJECT, "
-        "mlflow:URI. May be repeated.",
-        rich_help_panel=_PANEL,
-    ),
-]
-Alerts = Annotated[
-    Path | None, typer.Option("--alerts", help="TOML file with rules for alerts.", rich_help_panel=_PANEL)
-]
 
 
-def observe_settings(
-    plan: Plan | None,
-    *,
-    dashboard: bool,
-    dashboard_port: int = DEFAULT_PAGE_PORT,
-    dashboard_host: str = LOOPBACK_HOST,
-    prometheus_port: int | None = None,
-    html_report: Path | None = None,
-    export: list[str] | None = None,
-    alerts: Path | None = None,
-) -> ObserveSettings:
+class ObserveOptions(NamedTuple):
+    """Who looks at the job."""
+
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT
+    dashboard_host: Annotated[
+        str, typer.Option(help="Address of the page. Off loopback it asks for a token.", rich_help_panel=_PANEL)
+    ] = LOOPBACK_HOST
+    prometheus_port: PrometheusPort = None
+    html_report: Annotated[
+        Path | None, typer.Option("--html-report", help="Write an HTML report at the end.", rich_help_panel=_PANEL)
+    ] = None
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--export",
+            help="Send metrics to jsonl:FILE, csv:FILE, tensorboard:DIR, otlp:URL, pushgateway:URL, wandb:PROJECT, "
+            "mlflow:URI. May be repeated.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    alerts: Annotated[
+        Path | None, typer.Option("--alerts", help="TOML file with rules for alerts.", rich_help_panel=_PANEL)
+    ] = None
+
+
+def observe_settings(plan: "Plan | None", given: ObserveOptions) -> ObserveSettings:
     """What the plan asks for, and the command line on top of it."""
     settings = ObserveSettings() if plan is None else ObserveSettings.from_plan(plan.observe)
-    if dashboard:
-        settings = dataclasses.replace(settings, page_port=dashboard_port, page_host=dashboard_host)
-    if prometheus_port is not None:
-        settings = dataclasses.replace(settings, prometheus_port=prometheus_port)
-    if html_report is not None:
-        settings = dataclasses.replace(settings, report=str(html_report))
-    if export:
+    if given.dashboard:
+        settings = dataclasses.replace(settings, page_port=given.dashboard_port, page_host=given.dashboard_host)
+    if given.prometheus_port is not None:
+        settings = dataclasses.replace(settings, prometheus_port=given.prometheus_port)
+    if given.html_report is not None:
+        settings = dataclasses.replace(settings, report=str(given.html_report))
+    if given.export:
         from torsh_distributed.observe.export.registry import check_export
 
-        for text in export:
+        for text in given.export:
             check_export(text)
-        settings = dataclasses.replace(settings, exports=(*settings.exports, *export))
-    if alerts is not None:
+        settings = dataclasses.replace(settings, exports=(*settings.exports, *given.export))
+    if given.alerts is not None:
         from torsh_distributed.observe.alerts.alert_actions import check_actions
         from torsh_distributed.observe.alerts.alert_rules import read_rules
 
-        check_actions(read_rules(alerts)[1])
-        settings = dataclasses.replace(settings, alert_rules=str(alerts))
+        check_actions(read_rules(given.alerts)[1])
+        settings = dataclasses.replace(settings, alert_rules=str(given.alerts))
     return settings
