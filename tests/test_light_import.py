@@ -12,7 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 
-OPTIONAL = {"redis", "mpi4py", "matplotlib", "ray", "dask", "opentelemetry", "deepspeed", "zstandard", "psutil"}
+OPTIONAL = {"redis", "mpi4py", "matplotlib", "ray", "dask", "opentelemetry", "deepspeed", "zstandard", "psutil"} | {
+    *("tensorboard", "pynvml", "hjson", "kubernetes", "safetensors"),
+}
 REPORT = """
 import json, os, sys, threading
 environment = dict(os.environ)

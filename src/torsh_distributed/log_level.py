@@ -1,9 +1,11 @@
-"""TORSH_LOG: the level of this library's messages, in the launcher and in its workers alike."""
+"""TORSH_LOG: the level of this library's messages, in the launcher and its workers; and what packages say to a log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from typing_extensions import override
 
@@ -43,3 +45,26 @@ def set_log_level(environ: Mapping[str, str], *, default: str = "") -> None:
         handler = _FallbackHandler()
         handler.setFormatter(logging.Formatter(_FORMAT))
         logger.addHandler(handler)
+
+
+@contextmanager
+def said_to_log(name: str | None) -> Iterator[list[str]]:
+    """Keep what this thread says to the logger `name` (None: the root) from being shown; the list has it.
+
+    For packages that return only that something failed and log why, at every try: it belongs into our error, once.
+    """
+    said: list[str] = []
+    own = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread != own:
+            return True
+        said.append(record.getMessage())
+        return False
+
+    logger = logging.getLogger(name)
+    logger.addFilter(keep)
+    try:
+        yield said
+    finally:
+        logger.removeFilter(keep)

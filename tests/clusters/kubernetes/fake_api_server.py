@@ -249,10 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, {"kind": "List", "metadata": {"resourceVersion": version}, "items": found})
 
     def _watch(self, path: str, query: dict[str, str]) -> None:
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        self._begin_stream()
         server = self.server
         sent = int(query["resourceVersion"])
         with server.changed:
@@ -260,13 +257,15 @@ class _Handler(BaseHTTPRequestHandler):
                 try:
                     for happened, other, one in server.history[sent:]:
                         if _is_meant(path, other, one, query):
-                            self.wfile.write(json.dumps({"type": happened, "object": one}).encode() + b"\n")
-                    self.wfile.flush()
+                            self._chunk(json.dumps({"type": happened, "object": one}).encode() + b"\n")
                 except OSError:
                     return
                 sent = len(server.history)
                 server.changed.wait(timeout=0.2)
-                if server.is_closing or _is_gone(self.connection):
+                if _is_gone(self.connection):
+                    return
+                if server.is_closing:
+                    self.wfile.write(b"0\r\n\r\n")
                     return
 
     def _log(self, path: str, *, follow: bool) -> None:
@@ -275,10 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
             if path not in server.objects:
                 self._missing(path)
                 return
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        self._begin_stream()
         sent = 0
         while True:
             with server.changed:
@@ -287,11 +283,22 @@ class _Handler(BaseHTTPRequestHandler):
                 if len(text) == sent and not is_over and follow and not server.is_closing:
                     server.changed.wait(timeout=0.2)
                     continue
-            self.wfile.write(text[sent:].encode())
-            self.wfile.flush()
+            self._chunk(text[sent:].encode())
             sent = len(text)
             if is_over or not follow or server.is_closing:
+                self.wfile.write(b"0\r\n\r\n")
                 return
+
+    def _begin_stream(self) -> None:
+        """Chunks of unknown number follow."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def _chunk(self, data: bytes) -> None:
+        if data:  # an empty one would be the last
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
 
     def _body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")

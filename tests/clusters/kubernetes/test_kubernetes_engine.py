@@ -21,7 +21,11 @@ from torsh_distributed.errors import (
     InvalidArgument,
 )
 
-pytestmark = [pytest.mark.needs_library("kubernetes_validate"), pytest.mark.ranks]  # a server
+pytestmark = [
+    pytest.mark.needs_library("kubernetes_validate"),
+    pytest.mark.needs_library("kubernetes"),
+    pytest.mark.ranks,  # a server
+]
 
 JOB = "/apis/batch/v1/namespaces/team/jobs/train-1"
 
@@ -208,6 +212,17 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     gone.server_close()
     with pytest.raises(CommunicationError, match=r"cannot be reached to create Job train-1.*"):
         KubernetesEngine({}).submit(job(tmp_path))
+
+
+def test_a_server_with_another_certificate_is_not_trusted(
+    tmp_path: Path, server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    with FakeApiServer(tmp_path / "other"):
+        (tmp_path / "server.pem").write_text((tmp_path / "other" / "server.pem").read_text())
+    with pytest.raises(CommunicationError, match=r"not trusted: .*certificate"):
+        KubernetesEngine({}).status("team/job/train-1")
+    assert server.requests == [], "no token was sent"
 
 
 def test_rendering_asks_nobody_and_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Jobs on Kubernetes: `pod_template` and `job_kinds` make the objects, `kubernetes_engine` hands them to an API server.
 
 A node of the job is a pod that runs `torsh run`. `cluster_access` reads a kubeconfig or the pod's own account,
-`api_server` speaks HTTPS to it; no client library is needed.
+`api_server` asks it, both by the package kubernetes; rendering needs neither.
 """

@@ -1,15 +1,13 @@
-"""A few calls of the Kubernetes API over HTTPS, with errors that say what the server said."""
+"""A few calls of the Kubernetes API by the package kubernetes, with errors that say what the server said."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import http
 import json
-import socket
-import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from torsh_distributed.clusters.kubernetes.cluster_access import ClusterAccess
 from torsh_distributed.clusters.kubernetes.pod_template import Manifest
@@ -21,10 +19,12 @@ from torsh_distributed.errors import (
     JobNotFound,
     OperationTimeout,
     TorshError,
+    first_line,
 )
 
 REQUEST_TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 1 << 26
+_STRICT = {"fieldValidation": "Strict"}
 _PLURALS = {
     "Job": "jobs",
     "JobSet": "jobsets",
@@ -48,7 +48,7 @@ class ObjectNotFound(JobNotFound):
 
 
 class ApiServer:
-    """One connection per call: calls are few, and a server that was away is found again."""
+    """Objects by kind and name. Every call is one request, tried once, and has a deadline."""
 
     def __init__(self, access: ClusterAccess) -> None:
         self._access = access
@@ -60,8 +60,8 @@ class ApiServer:
 
     def create(self, manifest: Manifest, namespace: str) -> Manifest:
         """Create the object; fields that the server does not know are refused, not dropped."""
-        path = f"{collection(manifest['apiVersion'], manifest['kind'], namespace)}?fieldValidation=Strict"
-        return self._call("POST", path, manifest, what=f"create {_name(manifest)}")
+        path = collection(manifest["apiVersion"], manifest["kind"], namespace)
+        return self._call("POST", path, manifest, what=f"create {_name(manifest)}", query=_STRICT)
 
     def read(self, api: str, kind: str, namespace: str, name: str) -> Manifest | None:
         """The object as it is now; None if there is none."""
@@ -69,15 +69,15 @@ class ApiServer:
 
     def find(self, api: str, kind: str, namespace: str, selector: str) -> tuple[list[Manifest], str]:
         """The objects with these labels, and the version that this is true for."""
-        path = f"{collection(api, kind, namespace)}?{urlencode({'labelSelector': selector})}"
-        answer = self._call("GET", path, what=f"list objects of kind {kind}")
+        what, query = f"list objects of kind {kind}", {"labelSelector": selector}
+        answer = self._call("GET", collection(api, kind, namespace), what=what, query=query)
         found = [one for one in answer.get("items", []) if isinstance(one, dict)]
         return found, str(answer.get("metadata", {}).get("resourceVersion", ""))
 
     def change(self, api: str, kind: str, namespace: str, name: str, changes: Manifest) -> Manifest:
         """Merge the changes into the object."""
-        path = f"{collection(api, kind, namespace)}/{quote(name)}?fieldValidation=Strict"
-        return self._call("PATCH", path, changes, what=f"change {kind} {name}", content="application/merge-patch+json")
+        path, what = f"{collection(api, kind, namespace)}/{quote(name)}", f"change {kind} {name}"
+        return self._call("PATCH", path, changes, what=what, query=_STRICT, content="application/merge-patch+json")
 
     def delete(self, api: str, kind: str, namespace: str, name: str) -> bool:
         """Remove the object after everything that it owns; False if there was none."""
@@ -89,11 +89,9 @@ class ApiServer:
         self, api: str, kind: str, namespace: str, *, since: str, timeout_s: float, **selectors: str
     ) -> Iterator[tuple[str, Manifest]]:
         """What happens to the objects (`ADDED`, `MODIFIED`, `DELETED`) after the version `since`; ends in time."""
-        limits = {"resourceVersion": since, "timeoutSeconds": str(max(1, round(timeout_s)))}
-        query = urlencode({"watch": "true", **limits, **selectors})
-        path, what = f"{collection(api, kind, namespace)}?{query}", f"watch objects of kind {kind}"
-        limit_s = timeout_s + REQUEST_TIMEOUT_S
-        for line in self._lines(path, what, timeout_s=limit_s):
+        query = {"watch": "true", "resourceVersion": since, "timeoutSeconds": str(max(1, round(timeout_s)))}
+        what, limit_s = f"watch objects of kind {kind}", timeout_s + REQUEST_TIMEOUT_S
+        for line in self._lines(collection(api, kind, namespace), what, timeout_s=limit_s, **query, **selectors):
             event = _parsed(line)
             if not isinstance(event.get("object"), dict):
                 raise CommunicationError(f"the API server could not {what}: {event.get('message')}")
@@ -101,21 +99,21 @@ class ApiServer:
 
     def log_lines(self, namespace: str, pod: str, *, follow: bool) -> Iterator[str]:
         """The output of a pod; with `follow` until its container ends."""
-        query = urlencode({"follow": "true"} if follow else {})
-        path = f"{collection('v1', 'Pod', namespace)}/{quote(pod)}/log?{query}"
-        what = f"read the output of pod {pod}"
-        for line in self._lines(path, what, timeout_s=None if follow else REQUEST_TIMEOUT_S):
+        path, what = f"{collection('v1', 'Pod', namespace)}/{quote(pod)}/log", f"read the output of pod {pod}"
+        query = {"follow": "true"} if follow else {}
+        for line in self._lines(path, what, timeout_s=None if follow else REQUEST_TIMEOUT_S, **query):
             yield line.decode(errors="replace").rstrip("\n")
 
-    def _lines(self, path: str, what: str, *, timeout_s: float | None) -> Iterator[bytes]:
+    def _lines(self, path: str, what: str, *, timeout_s: float | None, **query: str) -> Iterator[bytes]:
         """The lines of an answer as they arrive; no one of them later than `timeout_s`, None for a job's silence."""
-        with self._response("GET", path, None, what=what, timeout_s=timeout_s) as response:
-            if response.status != http.HTTPStatus.OK:
-                raise self._refused(response.status, _parsed(response.read(_MAX_ANSWER_BYTES)), what, path)
+        import urllib3
+
+        with self._response("GET", path, what=what, query=query) as response:
+            if response.connection is not None:  # None: all of the answer is here
+                response.connection.sock.settimeout(timeout_s)
             try:
-                while line := response.readline(_MAX_ANSWER_BYTES):
-                    yield line
-            except (OSError, http.client.HTTPException) as error:
+                yield from response
+            except urllib3.exceptions.HTTPError as error:
                 raise self._lost(error, what) from error
 
     def _maybe(self, method: str, path: str, body: Manifest | None = None, *, what: str) -> Manifest | None:
@@ -124,78 +122,81 @@ class ApiServer:
         except ObjectNotFound:
             return None
 
-    def _call(
-        self, method: str, path: str, body: Manifest | None = None, *, what: str, content: str = "application/json"
-    ) -> Manifest:
-        with self._response(method, path, body, what=what, content=content) as response:
+    def _call(self, method: str, path: str, body: Manifest | None = None, *, what: str, **options: Any) -> Manifest:
+        import urllib3
+
+        with self._response(method, path, body, what=what, **options) as response:
             try:
-                raw = response.read(_MAX_ANSWER_BYTES)
-            except (OSError, http.client.HTTPException) as error:
+                return _parsed(response.read(_MAX_ANSWER_BYTES))
+            except urllib3.exceptions.HTTPError as error:
                 raise self._lost(error, what) from error
-            answer = _parsed(raw)
-            if response.status >= http.HTTPStatus.BAD_REQUEST:
-                raise self._refused(response.status, answer, what, path)
-            return answer
 
     @contextlib.contextmanager
     def _response(
         self,
         method: str,
         path: str,
-        body: Manifest | None,
+        body: Manifest | None = None,
         *,
         what: str,
+        query: Mapping[str, str] | None = None,
         content: str = "application/json",
-        timeout_s: float | None = REQUEST_TIMEOUT_S,
-    ) -> Iterator[http.client.HTTPResponse]:
-        access = self._access
-        connection = http.client.HTTPSConnection(
-            access.host, access.port, timeout=REQUEST_TIMEOUT_S, context=access.tls
-        )
-        headers = {"Accept": "application/json", "User-Agent": "torsh"}
-        if access.token is not None:
-            headers["Authorization"] = f"Bearer {access.token}"
-        data = None
-        if body is not None:
-            data, headers["Content-Type"] = json.dumps(body).encode(), content
-        try:
+    ) -> Iterator[Any]:
+        import urllib3
+        from kubernetes.client import ApiClient
+        from kubernetes.dynamic import DynamicClient
+        from kubernetes.dynamic.exceptions import DynamicApiError
+
+        # A client for each call, and so a connection: calls are few, and a server that was away is found again.
+        with ApiClient(self._access.settings) as client:
+            client.user_agent = "torsh"
             try:
-                connection.request(method, access.path + path, body=data, headers=headers)
-                response = connection.getresponse()
-                if connection.sock is not None:
-                    connection.sock.settimeout(timeout_s)
-            except (OSError, http.client.HTTPException) as error:
+                # Without discovery, which is three calls more: the kinds are few and known.
+                response = DynamicClient(client, discoverer=lambda *_: None).request(
+                    method,
+                    path,
+                    body=body,
+                    query_params=list((query or {}).items()),
+                    content_type=content,
+                    _request_timeout=(REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S),
+                    serialize=False,
+                )
+            except DynamicApiError as error:
+                raise self._refused(error, what, path) from error
+            except urllib3.exceptions.HTTPError as error:
                 raise self._lost(error, what) from error
-            yield response
-        finally:
-            connection.close()
+            with contextlib.closing(response):
+                yield response
 
     def _lost(self, error: Exception, what: str) -> TorshError:
+        from urllib3.exceptions import NameResolutionError, NewConnectionError
+        from urllib3.exceptions import TimeoutError as NoAnswerInTime
+
         where = self._access.address
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return CommunicationError(
-                f"the API server at {where} has a certificate that is not trusted: {error.verify_message}",
-                hint="the kubeconfig's certificate-authority must be the cluster's",
-                server=where,
-            )
-        if isinstance(error, TimeoutError):
+        if isinstance(error, NoAnswerInTime) and not isinstance(error, NewConnectionError):  # refused is one of them
             return OperationTimeout(
                 f"the API server at {where} did not answer within {REQUEST_TIMEOUT_S:g} s",
                 operation=what,
                 server=where,
             )
-        reason = str(error.strerror or error) if isinstance(error, OSError) else repr(error)
-        if isinstance(error, socket.gaierror):
-            reason = "its name cannot be resolved"
+        reason = "its name cannot be resolved" if isinstance(error, NameResolutionError) else first_line(error)
         return CommunicationError(
             f"the API server at {where} cannot be reached to {what}: {reason}",
             hint="`kubectl version` uses the same address; is the VPN up, and the kubeconfig current?",
             server=where,
         )
 
-    def _refused(self, status: int, answer: Manifest, what: str, path: str) -> TorshError:
-        said = str(answer.get("message") or http.client.responses.get(status, status))
-        facts: dict[str, Any] = {"server": self._access.address, "status": status}
+    def _refused(self, error: Any, what: str, path: str) -> TorshError:
+        status, answer, where = error.status, _parsed(error.body or b""), self._access.address
+        reason = str(error.reason).splitlines()[-1]
+        if not status:  # of TLS, before any answer
+            return CommunicationError(
+                f"the API server at {where} has a certificate that is not trusted: {reason}",
+                hint="the kubeconfig's certificate-authority must be the cluster's",
+                server=where,
+            )
+        said = str(answer.get("message") or reason)
+        facts: dict[str, Any] = {"server": where, "status": status}
         match status:
             case http.HTTPStatus.UNAUTHORIZED:
                 return ConfigurationError(
@@ -236,10 +237,11 @@ def _name(manifest: Manifest) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def _parsed(raw: bytes) -> Manifest:
+def _parsed(raw: bytes | str) -> Manifest:
     """The answer; what is not JSON (a proxy's page) is its message."""
     try:
         answer = json.loads(raw)
     except ValueError:
         answer = None
-    return answer if isinstance(answer, dict) else {"message": raw[:200].decode(errors="replace").strip()}
+    text = raw if isinstance(raw, str) else raw.decode(errors="replace")
+    return answer if isinstance(answer, dict) else {"message": text[:200].strip()}

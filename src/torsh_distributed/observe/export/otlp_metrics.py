@@ -7,8 +7,6 @@ an extra, so this module is imported by name, by the registry of exporters.
 from __future__ import annotations
 
 import functools
-import logging
-import threading
 import time
 from typing import Any
 
@@ -29,6 +27,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from typing_extensions import override
 
+from torsh_distributed.log_level import said_to_log
 from torsh_distributed.observe.export.base import ExportedValue, Exporter, exported_values, http_url
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary
@@ -61,25 +60,9 @@ def signal_url(endpoint: str, signal: str) -> str:
 
 
 def send(exporter: Any, batch: Any) -> None:
-    """Export by an exporter of the package; raises OSError with the reason unless the collector takes it.
-
-    The package only logs why it failed, at every try. What it says in this thread goes into the error instead.
-    """
-    said: list[str] = []
-    sender = threading.get_ident()
-
-    def keep(record: logging.LogRecord) -> bool:
-        if record.thread != sender:
-            return True
-        said.append(record.getMessage())
-        return False
-
-    log = logging.getLogger(type(exporter).__module__)
-    log.addFilter(keep)
-    try:
+    """Export by an exporter of the package; raises OSError with the reason unless the collector takes it."""
+    with said_to_log(type(exporter).__module__) as said:
         result = exporter.export(batch)
-    finally:
-        log.removeFilter(keep)
     if result.name != "SUCCESS":
         raise OSError(": ".join(["the collector did not take it", *said[:1]]))
 
