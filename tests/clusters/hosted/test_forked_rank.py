@@ -68,7 +68,7 @@ def test_ranks_of_a_node_are_forked_and_end_as_their_own_interpreters_would(tmp_
         assert own.failure is not None
         assert forked.failure == own.failure
     assert [outcome.failure.exit_code for outcome, _ in found[False] if outcome.failure is not None] == [7, 1]
-    assert "node_spare" not in str(found[False][1][0].failure)
+    assert "spare.py" not in str(found[False][1][0].failure)
 
 
 @pytest.mark.ranks

@@ -1,6 +1,6 @@
 """Ranks of scripts that are forked from one process of their node, so that torch is imported once instead of by each.
 
-The first host of a job on a node starts that process (`launch.worker.node_spare`); the others find it by a socket whose
+The first host of a job on a node starts that process (`launch.worker.spare`); the others find it by a socket whose
 name follows from the job's secret and from what must be equal to share an interpreter. The name is in the abstract
 namespace, so that it goes with the process. Where there is none to be had, the rank gets an interpreter of its own.
 """
@@ -22,14 +22,13 @@ from typing import IO
 
 from torsh_distributed import known_variables
 from torsh_distributed.comm.trust.socket_peers import peer_uid
-from torsh_distributed.launch.worker import node_spare
+from torsh_distributed.launch.worker import spare
 
 _WARM_S = 120.0
 _FORK_S = 60.0
 _END_S = 5.0
 _LOOK_S = 0.01
 _MAX_LOOKS = 200
-_MAX_MESSAGE_BYTES = 1 << 20
 _READ_WHEN_LOADED = (
     "PYTHON",
     "LD_",
@@ -69,7 +68,7 @@ class ForkedRank:
         if self._code is None:
             self._host.settimeout(timeout)
             try:
-                told = self._host.recv(_MAX_MESSAGE_BYTES)
+                told = self._host.recv(spare.MAX_MESSAGE_BYTES)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0) from None
             except OSError:
@@ -94,7 +93,7 @@ class RankForker:
         }
         self._address = f"\0torsh-{_digest(secret, self._env)}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._hold: int | None = None
+        self._hold: socket.socket | None = None
         self._host: socket.socket | None = None
         self._is_cancelled = threading.Event()
 
@@ -105,22 +104,18 @@ class RankForker:
             return None
         host.settimeout(_WARM_S)
         try:
-            is_warm = not self._is_cancelled.is_set() and bool(host.recv(_MAX_MESSAGE_BYTES))
+            is_warm = not self._is_cancelled.is_set() and bool(host.recv(spare.MAX_MESSAGE_BYTES))
         except OSError:
             is_warm = False
         if not is_warm or self._is_cancelled.is_set():
             host.close()
             return None
         host.settimeout(_FORK_S)
-        order = json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode()
         reading, writing = os.pipe()
         stdout = os.fdopen(reading, "rb")
         try:
-            socket.send_fds(host, [order], [writing, line])
-            told = host.recv(_MAX_MESSAGE_BYTES)
-            if not told:
-                raise ConnectionResetError(errno.ECONNRESET, "the process that forks ranks ended over this one")
-            return ForkedRank(int(json.loads(told)["pid"]), stdout, host)
+            pid = spare.order_worker(host, argv, env, (writing, writing, line), cwd=cwd, is_adopted=False)
+            return ForkedRank(pid, stdout, host)
         except BaseException:
             stdout.close()
             host.close()
@@ -156,21 +151,21 @@ class RankForker:
                     return False
                 raise
             listener.listen(1024)
-            theirs, hold = os.pipe()
+            theirs, hold = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", node_spare.__file__, str(listener.fileno()), str(theirs)],
+                    [sys.executable, "-u", spare.__file__, str(theirs.fileno()), str(listener.fileno())],
                     env=self._env,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
-                    pass_fds=(listener.fileno(), theirs),
+                    pass_fds=(theirs.fileno(), listener.fileno()),
                 )
             except BaseException:
-                os.close(hold)
+                hold.close()
                 raise
             finally:
-                os.close(theirs)
+                theirs.close()
         self._hold = hold
         return True
 
@@ -187,7 +182,7 @@ class RankForker:
     def close(self) -> None:
         """End the process if it was started here; its ranks go on."""
         if self._hold is not None:
-            os.close(self._hold)
+            self._hold.close()
             self._hold = None
         if self._process is not None:
             if self._is_cancelled.is_set():

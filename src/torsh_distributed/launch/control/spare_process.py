@@ -10,7 +10,6 @@ The forked worker becomes a child of the launcher (a subreaper), like any other 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import select
 import socket
@@ -25,15 +24,14 @@ from torsh_distributed.launch.local.guardian import MARK_VARIABLE, Guardian
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.worker_variables import STARTUP_DIRECTORY
 from torsh_distributed.launch.local.workers import WorkerProcess
+from torsh_distributed.launch.worker import spare
 
-_SCRIPT = Path(__file__).parents[1] / "worker" / "spare.py"
 _FIRST_LOOK_S = 1.0
 _LOOK_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
 _EXIT_WAIT_S = 2.0
 _MAX_REVIVALS = 3
 _PR_SET_CHILD_SUBREAPER = 36
-_MAX_MESSAGE_BYTES = 1 << 20
 
 
 class ForkedWorker:
@@ -120,7 +118,7 @@ class SpareProcess:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", str(_SCRIPT), str(theirs.fileno())],
+                    [sys.executable, "-u", spare.__file__, str(theirs.fileno())],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -141,7 +139,7 @@ class SpareProcess:
         """The first word is that it is warm; end of file means that it ended."""
         assert self._control is not None, "watched while it is open"
         try:
-            data = self._control.recv(_MAX_MESSAGE_BYTES)
+            data = self._control.recv(spare.MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -164,21 +162,17 @@ class SpareProcess:
         """Fork a worker: None if the spare is not warm, or ends over it; the worker is then started the usual way."""
         if not self._is_warm or self._control is None:
             return None
-        order = json.dumps({"argv": list(command[3:]), "env": dict(env)}).encode()
         try:
-            self._control.setblocking(True)
             self._control.settimeout(_ANSWER_TIMEOUT_S)
-            socket.send_fds(self._control, [order], [stdout, stderr, line])
-            answer = json.loads(self._control.recv(_MAX_MESSAGE_BYTES) or b"null")
+            fds = stdout, stderr, line
+            pid = spare.order_worker(self._control, command[3:], env, fds, cwd=str(Path.cwd()), is_adopted=True)
             self._control.setblocking(False)
-        except (OSError, ValueError):
-            answer = None
-        if not isinstance(answer, dict) or not isinstance(answer.get("pid"), int):
+        except (OSError, ValueError, KeyError):
             self._drop()
             self._revive()
             return None
         self.num_started += 1
-        return ForkedWorker(answer["pid"])
+        return ForkedWorker(pid)
 
     def _drop(self) -> None:
         """The spare ended or does not answer: end it, and have another one for the next time."""

@@ -23,7 +23,7 @@ _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 _STARTS = frozenset(
     (
         "<frozen runpy>",
-        *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py", "node_spare.py")),  # noqa: PTH118
+        *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py")),  # noqa: PTH118
     )
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

@@ -1,7 +1,12 @@
-"""The process of the warm spare: imports torch, then forks a worker for each order of the launcher.
+"""The warm spare: a process that imports torch once, and forks a worker for each order of those that connect to it.
 
-Run by path, as `worker_start` is. An order is the worker's arguments and environment, with its stdout, its stderr and
-its line as descriptors; the answer is the worker's pid. The worker is forked twice, so it becomes the launcher's child.
+Run by path with descriptors: a socket of the one that started it (its owner), and a listening socket if others may
+order too. Each hears when torch is there. An order (`order_worker`) is the worker's arguments, environment and
+directory with its stdout, its stderr and its line as descriptors; the answer is the worker's pid. The end of the
+owner's socket ends this process; workers go on.
+
+A worker is forked twice. If its owner is to adopt it, as a launcher that is a subreaper does, the process in between
+ends at once. Otherwise it stays, and tells the client how the worker ended.
 """
 
 from __future__ import annotations
@@ -9,12 +14,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as in worker_start
-_MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -22,22 +29,138 @@ _PRELOADED = (
 )
 
 
+def order_worker(
+    spare: socket.socket,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    fds: tuple[int, int, int],
+    *,
+    cwd: str,
+    is_adopted: bool,
+) -> int:
+    """In a client, once it has heard that the spare is warm: the pid of a new worker.
+
+    Raises OSError if the spare ends over it. `fds`: stdout, stderr, the line.
+    """
+    order = {"argv": list(argv), "env": dict(env), "cwd": cwd, "is_adopted": is_adopted}
+    socket.send_fds(spare, [json.dumps(order).encode()], fds)
+    told = spare.recv(MAX_MESSAGE_BYTES)
+    if not told:
+        raise ConnectionResetError("the process that forks workers ended over this one")
+    return int(json.loads(told)["pid"])
+
+
 def main() -> None:
-    """Warm up, then serve until the launcher closes its end."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
+    """Warm up, then serve until the owner closes its end."""
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
+    for one in (owner, listener):
+        if one is not None:
+            one.set_inheritable(False)
     warm_up()
-    control.send(b'{"type": "warm"}')
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody collects the parents of workers
+    _tell(owner, {"type": "warm"})
+    clients = {owner.fileno(): owner}
+    poller = select.poll()
+    for fd in (owner.fileno(), *(() if listener is None else (listener.fileno(),))):
+        poller.register(fd, select.POLLIN)
     while True:
-        data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 3)
-        if not data:
-            return
-        pid = _fork_worker(control, json.loads(data), fds)
-        if pid == 0:
-            return  # the worker's script came to its end
-        for fd in fds:
-            os.close(fd)
-        control.send(json.dumps({"pid": pid}).encode())
+        for fd, _ in poller.poll():
+            if listener is not None and fd == listener.fileno():
+                client = _accept(listener)
+                if client is not None:
+                    clients[client.fileno()] = client
+                    poller.register(client.fileno(), select.POLLIN)
+                continue
+            order, fds = _take_order(clients[fd])
+            if order is not None and _fork_worker(clients, fd, order, fds, listener):
+                return  # the worker's script came to its end
+            if order is None and fd == owner.fileno():
+                return
+            if order is None or not order["is_adopted"]:
+                # Only the worker's parent still has this connection, so the client sees the end of that one.
+                poller.unregister(fd)
+                clients.pop(fd).close()
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """A client that was told that torch is there; None if it is another user's."""
+    from torsh_distributed.comm.trust.socket_peers import peer_uid
+
+    client, _ = listener.accept()
+    if peer_uid(client) != os.geteuid():
+        client.close()
+        return None
+    _tell(client, {"type": "warm"})
+    return client
+
+
+def _take_order(client: socket.socket) -> tuple[dict[str, object] | None, list[int]]:
+    """An order with its descriptors; None from a client that is gone."""
+    try:
+        data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 3)
+    except OSError:
+        return None, []
+    return (json.loads(data), fds) if data else (None, [])
+
+
+def _fork_worker(
+    clients: Mapping[int, socket.socket],
+    fd: int,
+    order: dict[str, object],
+    fds: list[int],
+    listener: socket.socket | None,
+) -> bool:
+    """In the spare: false. In the worker, after its script: true."""
+    client, is_adopted = clients[fd], bool(order["is_adopted"])
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between != 0:
+        os.close(writing)
+        if is_adopted:
+            _wait_for(between)  # until it is gone, the worker is not the owner's child
+            _tell(client, {"pid": int(os.read(reading, 32))})
+        _close([reading, *fds])
+        return False
+    # Else these would hold the name of the socket and the ends of others' connections after the spare.
+    for one in (*clients.values(), *(() if listener is None else (listener,))):
+        if one is not client:
+            one.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()
+        os.write(writing, str(os.getpid()).encode())
+        _close([reading, writing])
+        client.close()
+        become_worker(order, fds)
+        return True
+    if not is_adopted:
+        _close(fds)
+        os.read(reading, 32)  # the worker leads its session now
+        _tell(client, {"pid": worker})
+        _, status = os.waitpid(worker, 0)
+        _tell(client, {"code": os.waitstatus_to_exitcode(status)})
+    os._exit(0)
+
+
+def _wait_for(pid: int) -> None:
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        return  # it has ended, and SIGCHLD is ignored
+
+
+def _tell(client: socket.socket, message: Mapping[str, object]) -> None:
+    try:
+        client.send(json.dumps(message).encode())
+    except OSError:
+        return  # the client is gone; its guardian ends the worker
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def warm_up() -> None:
@@ -54,30 +177,9 @@ def warm_up() -> None:
     gc.freeze()  # so a worker's collections do not copy the pages they share
 
 
-def _fork_worker(control: socket.socket, order: dict[str, object], fds: list[int]) -> int:
-    """In the spare: the worker's pid. In the worker, after its script: 0."""
-    reading, writing = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        if os.fork() != 0:
-            os._exit(0)
-        os.setsid()
-        os.close(reading)
-        os.write(writing, str(os.getpid()).encode())
-        os.close(writing)
-        control.close()
-        become_worker(order, fds)
-        return 0
-    os.close(writing)
-    # Until the helper is gone, the worker is not the launcher's child.
-    os.waitpid(helper, 0)
-    text = os.read(reading, 32)
-    os.close(reading)
-    return int(text)
-
-
 def become_worker(order: dict[str, object], fds: list[int]) -> None:
-    """In the forked process: take over the worker's output, line, environment and arguments, and run its script."""
+    """In the forked process: take over the worker's output, line, directory, environment and arguments, and run it."""
+    os.chdir(str(order["cwd"]))
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     stdout, stderr, line = fds
