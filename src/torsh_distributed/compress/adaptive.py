@@ -113,7 +113,7 @@ class AdaptiveCompression:
 
     def _scale(self, factor: float, reason: str) -> None:
         config = self._compressor.config
-        wanted, number = METHODS[config.name], config.parameter
+        wanted, number = METHODS[config.name].number, config.parameter
         assert wanted is not None
         assert number is not None
         least, most = (wanted.least, wanted.most) if wanted.integer else _SHARES

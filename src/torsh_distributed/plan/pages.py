@@ -83,7 +83,8 @@ def _method_lines() -> Iterator[str]:
     yield ""
     yield "| Method | Number | Default | From | To |"
     yield "|---|---|---|---|---|"
-    for method, number in METHODS.items():
+    for method, kind in METHODS.items():
+        number = kind.number
         if number is None:
             yield f"| `{method}` | none | | | |"
         else:

@@ -67,6 +67,6 @@ def test_a_method_carries_its_number_or_the_default() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_default_number_of_a_method_is_allowed(method: str) -> None:
-    number = METHODS[method]
+    number = METHODS[method].number
     spelled = method if number is None else f"{method}:{number.default:g}"
     assert CompressConfig(method=spelled).parameter == CompressConfig(method=method).parameter

@@ -32,7 +32,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded.communication import CommTally, PlainBuffers, gather, reduce_scatter
 from torsh_distributed.parallel.torch_internals import AllGather, ReduceScatter
 from torsh_distributed.plan import CompressConfig
-from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS
+from torsh_distributed.plan.sections.compress import METHODS
 
 
 class ParamShard(NamedTuple):
@@ -50,7 +50,7 @@ class ParamShard(NamedTuple):
 
 def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
     """Refuse what does not go with shards, before anything is built."""
-    if not has_replicas and config.name in NEEDS_WHOLE_GRADIENTS:
+    if not has_replicas and METHODS[config.name].needs_whole_gradients:
         raise ConfigurationError(
             f"compress.method {config.name!r} needs whole gradients, which a shard axis does not have",
             hint="choose int8, topk or another element-wise method, or add replicas (mesh.dp above 1)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torsh_distributed.plan.compatibility.axis_rules import shards_params
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
-from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS
+from torsh_distributed.plan.sections.compress import METHODS
 
 BUCKET_KEYS = ("distributed.algorithm", "distributed.deterministic", "distributed.rate_limit_gbps")
 
@@ -60,7 +60,7 @@ GRADIENT_RULES = (
     CompatibilityRule(
         name="whole-gradient-method-on-shards",
         keys=("compress.method", "mesh.shard"),
-        clashes=lambda plan: _compresses_shards(plan) and plan.compress.name in NEEDS_WHOLE_GRADIENTS,
+        clashes=lambda plan: _compresses_shards(plan) and METHODS[plan.compress.name].needs_whole_gradients,
         reason="the method needs whole gradients, and a rank has those of its shard",
         way_out="choose int8, topk or another method for single elements, or add replicas: mesh.dp above 1",
     ),

@@ -25,35 +25,64 @@ class MethodParameter:
     integer: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class CompressMethod:
+    """A way to encode gradients."""
+
+    codec: str | None
+    """Its module in `compress.codecs` and the class or factory there, called with the number if there is one; None for
+    a choice among codecs. A name: this layer is below, and a codec may need packages that others do not."""
+    number: MethodParameter | None = None
+    needs_whole_gradients: bool = False
+    """Its messages describe a tensor as a whole: they cannot be cut by the owner of a shard."""
+
+
 _SHARE = MethodParameter("share of the elements that is sent", 0.1, 1e-6, 1.0)
 
-METHODS: dict[str, MethodParameter | None] = {
-    "none": None,
-    "auto": None,
-    "fp16": None,
-    "bf16": None,
-    "int8": MethodParameter("elements that share a scale", 256, 8, 65536, integer=True),
-    "nbit": MethodParameter("bits for each element", 8, 1, 8, integer=True),
-    "sign": None,
-    "majority": None,
-    "ternary": MethodParameter(
-        "magnitude, relative to the largest, below which 0 is sent; 0 draws at random, without bias", 0.5, 0.0, 1.0
+METHODS: dict[str, CompressMethod] = {
+    "none": CompressMethod("linear.cast:Fp32Codec"),
+    "auto": CompressMethod(None),
+    "fp16": CompressMethod("linear.cast:Fp16Codec"),
+    "bf16": CompressMethod("linear.cast:Bf16Codec"),
+    "int8": CompressMethod(
+        "dense.rounding:Int8Codec", MethodParameter("elements that share a scale", 256, 8, 65536, integer=True)
     ),
-    "bimodal": MethodParameter("entries of the codebook", 16, 2, 256, integer=True),
-    "natural": None,
-    "topk": _SHARE,
-    "randomk": _SHARE,
-    "threshold": MethodParameter("smallest magnitude that is sent", 0.01, 0.0, 1e30),
-    "bernoulli": _SHARE,
-    "gaussian": MethodParameter("standard deviations from the mean at which an element is sent", 2.0, 0.0, 10.0),
-    "sketch": MethodParameter("columns of the sketch", 10000, 1, 2**31, integer=True),
-    "powersgd": MethodParameter("rank of the factors", 4, 1, 1024, integer=True),
-    "layerwise": _SHARE,
+    "nbit": CompressMethod("dense.rounding:NbitCodec", MethodParameter("bits for each element", 8, 1, 8, integer=True)),
+    "sign": CompressMethod("dense.sign:SignCodec"),
+    "majority": CompressMethod("dense.sign:MajorityCodec"),
+    "ternary": CompressMethod(
+        "dense.sign:make_ternary",
+        MethodParameter(
+            "magnitude, relative to the largest, below which 0 is sent; 0 draws at random, without bias", 0.5, 0.0, 1.0
+        ),
+    ),
+    "bimodal": CompressMethod(
+        "dense.bimodal:BimodalCodec", MethodParameter("entries of the codebook", 16, 2, 256, integer=True)
+    ),
+    "natural": CompressMethod("dense.rounding:NaturalCodec"),
+    "topk": CompressMethod("sparse.magnitude:TopKCodec", _SHARE),
+    "randomk": CompressMethod("sparse.random_choice:RandomKCodec", _SHARE),
+    "threshold": CompressMethod(
+        "sparse.magnitude:ThresholdCodec", MethodParameter("smallest magnitude that is sent", 0.01, 0.0, 1e30)
+    ),
+    "bernoulli": CompressMethod("sparse.random_choice:BernoulliCodec", _SHARE),
+    "gaussian": CompressMethod(
+        "sparse.magnitude:GaussianCodec",
+        MethodParameter("standard deviations from the mean at which an element is sent", 2.0, 0.0, 10.0),
+    ),
+    "sketch": CompressMethod(
+        "linear.sketch:SketchCodec",
+        MethodParameter("columns of the sketch", 10000, 1, 2**31, integer=True),
+        needs_whole_gradients=True,
+    ),
+    "powersgd": CompressMethod(
+        "linear.powersgd:PowerSgdCodec",
+        MethodParameter("rank of the factors", 4, 1, 1024, integer=True),
+        needs_whole_gradients=True,
+    ),
+    "layerwise": CompressMethod("sparse.layerwise:LayerwiseCodec", _SHARE),
 }
-"""Every method, with the parameter it takes."""
-
-NEEDS_WHOLE_GRADIENTS = ("powersgd", "sketch")
-"""Methods whose messages describe a tensor as a whole: they cannot be cut by the owner of a shard."""
+"""Every method. A codec is added by its module and a line here."""
 
 
 class CompressConfig(Section):
@@ -93,7 +122,7 @@ class CompressConfig(Section):
     @property
     def parameter(self) -> float | None:
         """The method's parameter, as given or by default; None for a method without one."""
-        wanted = METHODS[self.name]
+        wanted = METHODS[self.name].number
         if wanted is None:
             return None
         given = self.method.partition(":")[2]
@@ -106,7 +135,7 @@ class CompressConfig(Section):
             known = f"known methods: {', '.join(METHODS)}"
             yield Problem("method", f"compress.method {name!r} is unknown", did_you_mean(name, METHODS) or known)
             return
-        wanted = METHODS[name]
+        wanted = METHODS[name].number
         if wanted is None:
             if colon:
                 text = f"compress.method {name} takes no number; got {self.method!r}"
