@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.clusters import engines, submit
-from torsh_distributed.clusters.engines import EngineEntry
+from torsh_distributed.clusters import registry, submit
+from torsh_distributed.clusters.registry import EngineEntry
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 
@@ -41,7 +41,7 @@ class NotingEngine:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine named `noting` was asked to do."""
     entry = EngineEntry(home=f"{__name__}:NotingEngine", summary="for a test")
-    monkeypatch.setitem(engines.ENGINES, "noting", entry)
+    monkeypatch.setitem(registry.ENGINES, "noting", entry)
     NotingEngine.noted = []
     return NotingEngine.noted
 

@@ -1,8 +1,8 @@
-from torsh_distributed.clusters.cluster_engine import ClusterEngine as ClusterEngine
-from torsh_distributed.clusters.cluster_engine import JobState as JobState
-from torsh_distributed.clusters.cluster_engine import JobStatus as JobStatus
-from torsh_distributed.clusters.engines import open_engine as open_engine
+from torsh_distributed.clusters.base import ClusterEngine as ClusterEngine
+from torsh_distributed.clusters.base import JobState as JobState
+from torsh_distributed.clusters.base import JobStatus as JobStatus
 from torsh_distributed.clusters.job_records import JobRecord as JobRecord
+from torsh_distributed.clusters.registry import open_engine as open_engine
 from torsh_distributed.clusters.submission import Submission as Submission
 from torsh_distributed.clusters.submitting import SubmittedJob as SubmittedJob
 from torsh_distributed.clusters.submitting import find_job as find_job

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import ask_program, fixed_size
 from torsh_distributed.clusters.job_records import job_directory, state_directory

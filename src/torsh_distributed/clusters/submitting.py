@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
-from torsh_distributed.clusters.engines import open_engine
+from torsh_distributed.clusters.base import ClusterEngine, JobStatus
 from torsh_distributed.clusters.job_records import JobRecord, find_record, forget, job_directory, remember
+from torsh_distributed.clusters.registry import open_engine
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.launch.entry import check_entry

@@ -11,9 +11,9 @@ import pytest
 from tests.clusters.kubernetes.fake_api_server import FakeApiServer, documents
 from tests.clusters.kubernetes.schemas import VERSIONS, problem
 from tests.clusters.kubernetes.submissions import full, job
-from torsh_distributed.clusters.cluster_engine import JobState
-from torsh_distributed.clusters.engines import open_engine
+from torsh_distributed.clusters.base import JobState
 from torsh_distributed.clusters.kubernetes.kubernetes_engine import KubernetesEngine, nodes_for
+from torsh_distributed.clusters.registry import open_engine
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,

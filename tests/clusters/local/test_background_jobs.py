@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import wait_for_text
-from torsh_distributed.clusters.cluster_engine import JobState
+from torsh_distributed.clusters.base import JobState
 from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from torsh_distributed.clusters.base import JobState, JobStatus
 from torsh_distributed.clusters.ranks.rank_reports import (
     first_failure,
     job_variables,

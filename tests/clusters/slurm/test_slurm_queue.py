@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_distributed.clusters.cluster_engine import JobState
+from torsh_distributed.clusters.base import JobState
 from torsh_distributed.clusters.slurm.slurm_engine import combine, parse_sacct, parse_scontrol
 
 LINE = (

@@ -11,7 +11,7 @@ import typer
 from torsh_distributed.terminal_text import shown
 
 if TYPE_CHECKING:
-    from torsh_distributed.clusters.cluster_engine import JobStatus
+    from torsh_distributed.clusters.base import JobStatus
     from torsh_distributed.clusters.submitting import SubmittedJob
 
 _INTERRUPTED = 130
@@ -42,7 +42,7 @@ def follow_to_the_end(job: SubmittedJob, *, queue_limit_s: float | None = None) 
 
 def _await_start(job: SubmittedJob, limit_s: float | None) -> None:
     """Return when the job no longer waits in the queue. Polls: engines send nothing."""
-    from torsh_distributed.clusters.cluster_engine import JobState
+    from torsh_distributed.clusters.base import JobState
     from torsh_distributed.errors import OperationTimeout
 
     start_s = time.monotonic()
@@ -73,7 +73,7 @@ def exit_report(job: SubmittedJob, status: JobStatus) -> list[str]:
 
 def exit_code(status: JobStatus) -> int:
     """What the command returns for it."""
-    from torsh_distributed.clusters.cluster_engine import JobState
+    from torsh_distributed.clusters.base import JobState
 
     if status.exit_code is not None:
         return status.exit_code

@@ -23,7 +23,7 @@ Forget = Annotated[
 @app.command()
 def jobs(json: Json = False, forget: Forget = None) -> None:
     """List the jobs that you submitted, and where they stand."""
-    from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+    from torsh_distributed.clusters.base import JobState, JobStatus
     from torsh_distributed.clusters.job_records import JobRecord, all_records
     from torsh_distributed.clusters.job_records import forget as forget_record
     from torsh_distributed.clusters.submitting import find_job

@@ -30,7 +30,7 @@ _RESOURCES, _JOB = "Resources", "The job"
 
 def _list_engines(wanted: bool) -> None:
     if wanted:
-        from torsh_distributed.clusters.engines import ENGINES
+        from torsh_distributed.clusters.registry import ENGINES
 
         for name, entry in sorted(ENGINES.items()):
             typer.echo(f"{name:8} {entry.summary}")
@@ -120,7 +120,7 @@ def submit(
     """
     from torsh_distributed.cli.cluster.following import follow_to_the_end
     from torsh_distributed.clusters.engine_options import parse_settings
-    from torsh_distributed.clusters.engines import open_engine
+    from torsh_distributed.clusters.registry import open_engine
     from torsh_distributed.clusters.submission import Submission
     from torsh_distributed.clusters.submitting import check_submission, hand_over, new_job_name
     from torsh_distributed.clusters.time_limits import parse_duration

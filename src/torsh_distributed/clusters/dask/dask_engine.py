@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.dask import scheduler_jobs
 from torsh_distributed.clusters.dask.dask_connection import client_of, require_dask
 from torsh_distributed.clusters.engine_options import is_set, require_known_options

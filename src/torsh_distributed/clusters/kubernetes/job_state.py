@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from torsh_distributed.clusters.base import JobState, JobStatus
 from torsh_distributed.clusters.kubernetes.pod_template import Manifest
 
 # The words of Job, JobSet, TrainJob and PyTorchJob for the same two ends.

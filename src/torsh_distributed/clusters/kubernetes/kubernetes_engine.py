@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import yaml
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.kubernetes.api_server import ApiServer
 from torsh_distributed.clusters.kubernetes.cluster_access import find_access

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from torsh_distributed.clusters.base import JobState, JobStatus
 from torsh_distributed.clusters.job_records import job_directory, state_directory
 from torsh_distributed.clusters.log_following import read_growing
 from torsh_distributed.errors import CommunicationError, IoError, OperationTimeout

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from torsh_distributed.clusters.base import JobState, JobStatus
 from torsh_distributed.clusters.ranks import rank_start
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import IoError

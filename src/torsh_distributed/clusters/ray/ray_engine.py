@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.ray.ray_connection import INSTALL_HINT, lacks_package, own_token, require_ray

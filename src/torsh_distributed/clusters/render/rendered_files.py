@@ -109,7 +109,7 @@ def render(name: str, submission: Submission) -> list[RenderedFile]:
     chosen = RENDERERS[name]
     home, _, function = chosen.home.partition(":")
     if home == "engine":
-        from torsh_distributed.clusters.engines import open_engine
+        from torsh_distributed.clusters.registry import open_engine
 
         return [RenderedFile(chosen.file, open_engine(function, submission.options).render(submission))]
     make: Render = getattr(importlib.import_module(home), function)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import ask_program, fixed_size, required_program
 from torsh_distributed.clusters.job_records import all_records, job_directory, state_directory, write_private

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.base import ClusterEngine, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import ask_program, required_program
 from torsh_distributed.clusters.job_records import find_record

@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 
-from torsh_distributed.clusters import engines
+from torsh_distributed.clusters import registry
 from torsh_distributed.clusters.engine_options import parse_settings
-from torsh_distributed.clusters.engines import ENGINES, EngineEntry, open_engine
+from torsh_distributed.clusters.registry import ENGINES, EngineEntry, open_engine
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
 
@@ -20,7 +20,7 @@ def test_an_unknown_engine_gets_the_nearest_name() -> None:
 
 def test_an_engine_whose_package_is_missing_names_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EngineEntry(home="no.module:Engine", summary="", package="no_such_package", extra="clusters")
-    monkeypatch.setitem(engines.ENGINES, "far", entry)
+    monkeypatch.setitem(registry.ENGINES, "far", entry)
     with pytest.raises(FeatureNotAvailable, match="needs the package 'no_such_package'") as caught:
         open_engine("far")
     assert 'pip install "torsh-distributed[clusters]"' in str(caught.value)

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torsh_distributed.clusters.cluster_engine import ClusterEngine
+from torsh_distributed.clusters.base import ClusterEngine
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
 
