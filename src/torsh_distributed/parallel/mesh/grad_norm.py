@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,6 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.parallel.local_tensors import is_dtensor, local_of
 from torsh_distributed.parallel.torch_internals import _foreach_mul_, _foreach_norm
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -35,25 +31,36 @@ def grad_norm(held: Iterable[HeldGradients], device: torch.device) -> Tensor:
 
     Every rank of the groups calls this with the same groups in the same order. On a GPU the host does not wait.
     """
+    return sum_of_squares(held, device, torch.float32).sqrt()
+
+
+@torch.no_grad()
+def sum_of_squares(held: Iterable[HeldGradients], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The square of the norm, added up in `dtype` on each rank and over the ranks; otherwise as `grad_norm`."""
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for one in held:
-        square = _sum_of_squares(one.grads, device) / one.num_copies
+        square = _squares_here(one.grads, device, dtype) / one.num_copies
         known = squares.get(one.groups)
         squares[one.groups] = square if known is None else known + square
     for groups, square in squares.items():
         for group in groups:
             all_reduce(square, group=group)
-    return torch.stack([*squares.values(), torch.zeros((), device=device)]).sum().sqrt()
+    return torch.stack([*squares.values(), torch.zeros((), device=device, dtype=dtype)]).sum()
 
 
 @torch.no_grad()
 def clip_to_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
     """Scale gradients of this norm, in place, so it is at most `max_norm`; None leaves them alone."""
+    if max_norm is not None:
+        multiply(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+@torch.no_grad()
+def multiply(grads: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply this rank's part of gradients by a number, in place."""
     local = [local_of(grad) for grad in grads]
-    if max_norm is None or not local:
-        return
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    _foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], scale)
+    if local:
+        _foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], factor)
 
 
 def held_by_placement(grads: Iterable[Tensor]) -> list[HeldGradients]:
@@ -71,11 +78,11 @@ def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(grad.device_mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
 
 
-def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+def _squares_here(grads: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     local = [local_of(grad) for grad in grads]
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
     if not values:
-        return torch.zeros((), device=device)
-    is_wide = any(value.dtype.itemsize > 4 for value in values)
-    norms = _foreach_norm(values, 2, dtype=None if is_wide else torch.float32)
-    return torch.stack(list(norms)).square().sum().to(device, torch.float32)
+        return torch.zeros((), device=device, dtype=dtype)
+    is_wide = any(value.dtype.itemsize > dtype.itemsize for value in values)
+    norms = _foreach_norm(values, 2, dtype=None if is_wide else dtype)
+    return torch.stack(list(norms)).square().sum().to(device, dtype)

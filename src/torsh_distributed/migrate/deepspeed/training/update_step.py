@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.parallel.data.data_strategy import DataParallel
-from torsh_distributed.parallel.mesh.grad_norm import held_by_placement
+from torsh_distributed.parallel.mesh.grad_norm import held_by_placement, multiply, sum_of_squares
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import PendingNumber
-from torsh_distributed.parallel.torch_internals import _foreach_mul_, _foreach_norm
 from torsh_distributed.train.engine import Engine
 
 
@@ -41,13 +39,8 @@ def scaled_norm(core: Engine, stage: int) -> Tensor:
         for grad in grads:
             total = total + grad.float().norm() ** 2
         return total.double().sqrt()
-    squares = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    for held in held_by_placement(grads):
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in held.grads]
-        square = torch.stack(list(_foreach_norm(local, 2, dtype=torch.float64))).square().sum()
-        for group in held.groups:
-            all_reduce(square, group=group)
-        squares = squares + square
+    device = grads[0].device if grads else torch.device("cpu")
+    squares = sum_of_squares(held_by_placement(grads), device, torch.float64)
     return squares.sqrt() if stage == 3 else squares.float().sqrt()
 
 
@@ -144,7 +137,7 @@ class UpdateStep:
         if isinstance(core.optimizer, MasterWeights):
             core.optimizer.gradient_factor = factor
         elif factor != 1.0:
-            self._multiply(factor)
+            multiply((param.grad for param in core.unwrapped.parameters() if param.grad is not None), factor)
         core.optimizer.step()
 
     def _measured(self) -> Tensor:
@@ -157,9 +150,3 @@ class UpdateStep:
     def _factor_of_sum(self) -> float:
         """Strategies average; a config may ask for sums."""
         return float(self._core.strategy.data_degree) if self._settings.sums_gradients else 1.0
-
-    @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
-        grads = [param.grad for param in self._core.unwrapped.parameters() if param.grad is not None]
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-        _foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], factor)
