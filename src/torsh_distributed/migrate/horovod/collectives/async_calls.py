@@ -11,6 +11,10 @@ from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.operation_submission import (
+    ALL_RESULTS,
+    NEW_TENSORS,
+    OperationResults,
+    OperationTerms,
     all_results,
     repeat_reduction,
     submit,
@@ -40,7 +44,7 @@ _CALLS_BETWEEN_JOINS = 10**12
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this. Operations in flight do not hold it up."""
-    synchronize(submit(OpKind.BARRIER, [], "all", process_set, finish=_nothing))
+    synchronize(submit(OpKind.BARRIER, [], "all", process_set, results=OperationResults(finish=_nothing)))
 
 
 def _nothing(_: list[Any]) -> None:
@@ -157,12 +161,9 @@ def _reduce(
         tensors,
         name,
         process_set,
-        outputs=outputs,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        OperationTerms(op=op, prescale=float(prescale), postscale=float(postscale)),
+        OperationResults(outputs=outputs, finish=all_results if is_group else None),
         label="grouped_allreduce" if is_group else "allreduce",
-        finish=all_results if is_group else None,
         said=said if kind == OpKind.ALLREDUCE and name is not None else None,
     )
 
@@ -197,7 +198,7 @@ def grouped_allgather_async(
 ) -> int:
     """`allgather_async` of several tensors as one operation; the result is a tuple."""
     return submit(
-        OpKind.ALLGATHER, _with_rows(_some(tensors)), name, process_set, label="grouped_allgather", finish=all_results
+        OpKind.ALLGATHER, _with_rows(_some(tensors)), name, process_set, results=ALL_RESULTS, label="grouped_allgather"
     )
 
 
@@ -212,14 +213,15 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """The tensor of `root_rank`, a rank of the world, as a new tensor on every rank."""
-    return submit(OpKind.BROADCAST, [tensor], name, process_set, root=_root(root_rank, process_set))
+    return submit(OpKind.BROADCAST, [tensor], name, process_set, OperationTerms(root=_root(root_rank, process_set)))
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """`broadcast_async` in place."""
-    return submit(OpKind.BROADCAST, [tensor], name, process_set, outputs=[tensor], root=_root(root_rank, process_set))
+    terms = OperationTerms(root=_root(root_rank, process_set))
+    return submit(OpKind.BROADCAST, [tensor], name, process_set, terms, OperationResults(outputs=[tensor]))
 
 
 def _root(root_rank: int, process_set: ProcessSet) -> int:
@@ -243,7 +245,7 @@ def alltoall_async(
     """Send rows to every rank; the result is a pair: the rows received, and how many came from each rank."""
     num_ranks = len(set_ranks(process_set))
     rows = checked_splits(tensor, splits, num_ranks)
-    return submit(OpKind.ALLTOALL, [tensor], name, process_set, splits=tuple(rows), finish=all_results)
+    return submit(OpKind.ALLTOALL, [tensor], name, process_set, OperationTerms(splits=tuple(rows)), ALL_RESULTS)
 
 
 def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, num_ranks: int) -> list[int]:
@@ -315,17 +317,14 @@ def _scatter(
         raise InvalidArgument("reducescatter needs tensors of one dim or more")
     if any(tensor.dtype == torch.bool for tensor in tensors):
         raise InvalidArgument("Tensor type torch.BoolTensor is not supported.", hint="convert the tensor first")
-    options: dict[str, Any] = {"finish": all_results} if is_group else {}
     return submit(
         OpKind.REDUCESCATTER,
         tensors,
         name,
         process_set,
-        op=str(op),
-        prescale=float(prescale),
-        postscale=float(postscale),
+        OperationTerms(op=str(op), prescale=float(prescale), postscale=float(postscale)),
+        ALL_RESULTS if is_group else NEW_TENSORS,
         label="grouped_reducescatter" if is_group else "reducescatter",
-        **options,
     )
 
 

@@ -15,7 +15,12 @@ from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs.registry import codec_names
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit
+from torsh_distributed.migrate.horovod.collectives.operation_submission import (
+    OperationResults,
+    OperationTerms,
+    all_results,
+    submit,
+)
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum
 from torsh_distributed.migrate.horovod.negotiation.request import BucketFacts, OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
@@ -167,10 +172,7 @@ def submit_codec_mean(
         tensors,
         name,
         process_set,
-        op=f"{op} through {compression.config.method}",
-        postscale=scale,
+        OperationTerms(op=f"{op} through {compression.config.method}", postscale=scale),
+        OperationResults(run=run, bucket=bucket, finish=all_results),
         label="allreduce",
-        run=run,
-        bucket=bucket,
-        finish=all_results,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,29 +49,44 @@ def repeat_reduction(
     return handle
 
 
+class OperationTerms(NamedTuple):
+    """What the ranks must agree on, beside the name, the kind and the tensors; fields as in `Request`."""
+
+    op: str = ""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: tuple[int, ...] = ()
+    flags: int = 0
+
+
+class OperationResults(NamedTuple):
+    """What this rank does to get its results, and with them; fields as in `PendingOp`."""
+
+    outputs: list[Tensor] | None = None
+    run: Callable[..., tuple[Any, int]] | None = None
+    bucket: BucketFacts | None = None
+    finish: Callable[[list[Any]], Any] | None = None
+
+
+NO_TERMS, NEW_TENSORS, ALL_RESULTS = OperationTerms(), OperationResults(), OperationResults(finish=all_results)
+
+
 def submit(
     kind: OpKind,
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
+    terms: OperationTerms = NO_TERMS,
+    results: OperationResults = NEW_TENSORS,
     *,
-    outputs: list[Tensor] | None = None,
-    op: str = "",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    root: int = -1,
-    splits: tuple[int, ...] = (),
-    flags: int = 0,
     label: str | None = None,
-    run: Callable[..., tuple[Any, int]] | None = None,
-    bucket: BucketFacts | None = None,
-    finish: Callable[[list[Any]], Any] | None = None,
     said: tuple[Any, ...] | None = None,
 ) -> int:
     """Hand an operation to the set's engine; returns its handle. Raises for what is wrong on this rank already.
 
-    `label`: what the name starts with, if not the kind. `finish`: what `synchronize` makes of the results, if not the
-    first. `said`: that of `repeat_reduction`, which submits it the next time.
+    `label`: what the name starts with, if not the kind. `said`: that of `repeat_reduction`, which submits it the next
+    time.
     """
     registered = registered_set(process_set)
     allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
@@ -90,7 +105,18 @@ def submit(
     if name is None:
         name = f"noname.{next(registered.unnamed)}"
     full_name = f"{label or kind}.{name}"
-    request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
+    request = Request(
+        full_name,
+        kind,
+        tuple(described),
+        terms.op,
+        terms.prescale,
+        terms.postscale,
+        terms.root,
+        terms.splits,
+        device,
+        terms.flags,
+    )
     may_gather = bool(tensors) and request.num_bytes <= _MAY_GATHER_BYTES
     if said is not None:
         if len(registered.repeated) >= _MAX_REPEATED:
@@ -98,13 +124,13 @@ def submit(
         tensor = tensors[0]
         what = (said, tensor.dtype, tensor.shape, tensor.device)
         registered.repeated[name] = what, request, may_gather
-    pending = PendingOp(request, list(tensors), outputs)
-    if run is not None:
-        pending.run = run
-    if bucket is not None:
-        pending.bucket = bucket
-    if finish is not None:
-        pending.finish = finish
+    pending = PendingOp(request, list(tensors), results.outputs)
+    if results.run is not None:
+        pending.run = results.run
+    if results.bucket is not None:
+        pending.bucket = results.bucket
+    if results.finish is not None:
+        pending.finish = results.finish
     registered.engine.submit(pending, may_gather=may_gather)
     state = world()
     handle = next(state.counter)

@@ -23,7 +23,13 @@ from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
     NoneCompressor,
     submit_codec_mean,
 )
-from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit, synchronize
+from torsh_distributed.migrate.horovod.collectives.operation_submission import (
+    OperationResults,
+    OperationTerms,
+    all_results,
+    submit,
+    synchronize,
+)
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
 from torsh_distributed.migrate.horovod.negotiation.request import BucketFacts, OpKind, RequestFlags
@@ -175,14 +181,18 @@ class ReductionBucket:
             tensors,
             self.name,
             reduction.process_set,
-            outputs=outputs,
-            op=str(reduction.op),
-            prescale=reduction.prescale,
-            postscale=reduction.postscale,
-            splits=(self._checksum,),
-            flags=flags,
-            bucket=self._facts(None if tensors[0].dtype == self.params[0].dtype else str(tensors[0].dtype)),
-            finish=all_results,
+            OperationTerms(
+                op=str(reduction.op),
+                prescale=reduction.prescale,
+                postscale=reduction.postscale,
+                splits=(self._checksum,),
+                flags=flags,
+            ),
+            OperationResults(
+                outputs=outputs,
+                bucket=self._facts(None if tensors[0].dtype == self.params[0].dtype else str(tensors[0].dtype)),
+                finish=all_results,
+            ),
         )
 
     def _facts(self, codec: str | None) -> BucketFacts:
