@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-ENDS: Mapping[str, str] = {"plan keys": "0.3"}
+ENDS: Mapping[str, str] = {"plan keys": "0.3", "arguments": "0.3"}
 """Kind of name to the first version without it: at least two minor versions after the notice appeared."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.clusters.engine_marks import RAY
+from torsh_distributed.clusters.ray.search_methods import TuningSearch
 from torsh_distributed.clusters.ray.tuning import changed_plan, run_tuning
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.plan import Plan
@@ -73,13 +74,24 @@ def test_a_plan_key_without_a_plan_is_refused() -> None:
         run_tuning(with_plan, {"plan.training.gradient_accumulation": 2}, metric="loss")
 
 
+def test_arguments_that_are_fields_of_the_search_now_are_known_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InvalidArgument, match="no searcher named 'randm'"):
+        run_tuning(parabola, {"x": 1}, metric="loss", searcher="randm")
+    assert "TuningSearch(searcher=…)" in caplog.text
+    with pytest.raises(TypeError, match="surcher"):
+        run_tuning(parabola, {"x": 1}, metric="loss", surcher="random")
+
+
 @pytest.mark.matrix
 @pytest.mark.ranks
 def test_asha_finds_the_best_value_and_ends_bad_trials_early(ray_cluster: Any) -> None:
     from ray import tune
 
     found = run_tuning(
-        parabola, {"x": tune.grid_search([0, 1, 2, 3, 5, 9])}, metric="loss", num_samples=1, max_reports=8
+        parabola,
+        {"x": tune.grid_search([0, 1, 2, 3, 5, 9])},
+        metric="loss",
+        search=TuningSearch(num_samples=1, max_reports=8),
     )
     assert found.best.params["x"] == 3
     assert len(found.trials) == 6
@@ -95,8 +107,7 @@ def test_trials_of_plans_and_of_several_ranks(ray_cluster: Any) -> None:
         with_plan,
         {"plan.training.gradient_accumulation": tune.grid_search([4, 2])},
         metric="loss",
-        num_samples=1,
-        scheduler="fifo",
+        search=TuningSearch(num_samples=1, scheduler="fifo"),
         plan=Plan(),
     )
     assert plans.best.params == {"plan.training.gradient_accumulation": 2}
@@ -104,10 +115,8 @@ def test_trials_of_plans_and_of_several_ranks(ray_cluster: Any) -> None:
         on_ranks,
         {"x": tune.grid_search([5, 4])},
         metric="loss",
-        num_samples=1,
-        scheduler="fifo",
+        search=TuningSearch(num_samples=1, scheduler="fifo", max_concurrent=1),
         workers_per_trial=2,
-        max_concurrent=1,
     )
     assert ranks.best.metrics["loss"] == 8.0
     assert ranks.best.metrics["world_size"] == 2
@@ -123,12 +132,14 @@ def test_population_based_training_passes_state_on(ray_cluster: Any) -> None:
         {"rate": tune.grid_search([0.1, 1.0])},
         metric="value",
         mode="max",
-        num_samples=1,
-        scheduler="pbt",
-        mutations={"rate": [0.1, 1.0]},
-        perturb_every=3,
-        waits_for_all=True,
-        max_reports=12,
+        search=TuningSearch(
+            num_samples=1,
+            scheduler="pbt",
+            mutations={"rate": [0.1, 1.0]},
+            perturb_every=3,
+            waits_for_all=True,
+            max_reports=12,
+        ),
     )
     assert found.best.metrics["value"] == pytest.approx(12.0)
     worst = min(trial.metrics["value"] for trial in found.trials)
@@ -139,5 +150,5 @@ def test_population_based_training_passes_state_on(ray_cluster: Any) -> None:
 @pytest.mark.ranks
 def test_a_searcher_whose_package_is_missing_names_it(ray_cluster: Any) -> None:
     with pytest.raises(FeatureNotAvailable, match="bayes_opt") as missing:
-        run_tuning(parabola, {"x": 1}, metric="loss", searcher="bayesopt", scheduler="fifo")
+        run_tuning(parabola, {"x": 1}, metric="loss", search=TuningSearch(searcher="bayesopt", scheduler="fifo"))
     assert missing.value.hint == "pip install bayesian-optimization"

@@ -5,6 +5,7 @@ from torsh_distributed.clusters.ray.dataset_rows import RayRows as RayRows
 from torsh_distributed.clusters.ray.dataset_rows import RayStream as RayStream
 from torsh_distributed.clusters.ray.ray_config import RayConfig as RayConfig
 from torsh_distributed.clusters.ray.ray_engine import RayEngine as RayEngine
+from torsh_distributed.clusters.ray.search_methods import TuningSearch as TuningSearch
 from torsh_distributed.clusters.ray.serving import ServeConfig as ServeConfig
 from torsh_distributed.clusters.ray.serving import serve_model as serve_model
 from torsh_distributed.clusters.ray.serving import stop_serving as stop_serving

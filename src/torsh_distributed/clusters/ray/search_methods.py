@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,29 @@ class SearchMethod:
     scheduler: str
     notices: tuple[str, ...] = ()
     """What was asked for under another name, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningSearch:
+    """Which values are tried, how many, and which trials are ended early."""
+
+    num_samples: int = 8
+    searcher: str = "random"
+    """Proposes values: random, grid, bayesopt, bohb, hyperopt or optuna."""
+    scheduler: str = "asha"
+    """Ends trials early: fifo (none), asha, hyperband, median_stopping or pbt."""
+    seed: int = 0
+    max_concurrent: int | None = None
+    """Trials at the same time; as many as the cluster has room for by default."""
+    max_reports: int = 100
+    """After so many reports a trial is done."""
+    time_budget_s: float | None = None
+    mutations: Mapping[str, Any] | None = None
+    """For population-based training (pbt): the values that may change while trials run."""
+    perturb_every: int = 4
+    """For pbt: reports between two changes."""
+    waits_for_all: bool = False
+    """For pbt: no trial goes on before all have come that far, so that speed decides nothing."""
 
 
 def choose_method(searcher: str, scheduler: str) -> SearchMethod:
@@ -126,17 +150,8 @@ def make_searcher(method: SearchMethod, *, metric: str, mode: str, seed: int) ->
             return OptunaSearch(metric=metric, mode=mode, seed=seed)
 
 
-def make_scheduler(
-    method: SearchMethod,
-    *,
-    metric: str,
-    mode: str,
-    max_reports: int,
-    mutations: dict[str, Any] | None = None,
-    every: int = 4,
-    waits: bool = False,
-) -> Any:
-    """Ray Tune's scheduler; time is counted in reports. `mutations`, `every` and `waits` are for PBT alone."""
+def make_scheduler(method: SearchMethod, search: TuningSearch, *, metric: str, mode: str) -> Any:
+    """Ray Tune's scheduler; time is counted in reports."""
     from ray.tune import schedulers
 
     # Some of them count seconds if they are not told otherwise.
@@ -145,23 +160,23 @@ def make_scheduler(
         case "fifo":
             return schedulers.FIFOScheduler()
         case "asha":
-            return schedulers.ASHAScheduler(**common, max_t=max_reports, grace_period=1, reduction_factor=2)
+            return schedulers.ASHAScheduler(**common, max_t=search.max_reports, grace_period=1, reduction_factor=2)
         case "hyperband":
-            return schedulers.HyperBandScheduler(**common, max_t=max_reports)
+            return schedulers.HyperBandScheduler(**common, max_t=search.max_reports)
         case "median_stopping":
             return schedulers.MedianStoppingRule(**common, grace_period=1)
         case "bohb_hyperband":
-            return schedulers.HyperBandForBOHB(**common, max_t=max_reports)
+            return schedulers.HyperBandForBOHB(**common, max_t=search.max_reports)
         case _:
-            if not mutations:
+            if not search.mutations:
                 raise InvalidArgument(
                     "population-based training needs the values that may change while trials run",
-                    hint='mutations={"lr": [0.1, 0.01]}',
+                    hint='TuningSearch(scheduler="pbt", mutations={"lr": [0.1, 0.01]})',
                 )
             return schedulers.PopulationBasedTraining(
                 **common,
-                perturbation_interval=every,
-                hyperparam_mutations=dict(mutations),
+                perturbation_interval=search.perturb_every,
+                hyperparam_mutations=dict(search.mutations),
                 log_config=False,
-                synch=waits,
+                synch=search.waits_for_all,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import tempfile
@@ -15,7 +16,8 @@ from torsh_distributed.clusters.hosted.reporting import RESUME_VARIABLE, reporti
 from torsh_distributed.clusters.ray.actor_pool import run_training
 from torsh_distributed.clusters.ray.ray_config import RayConfig
 from torsh_distributed.clusters.ray.ray_connection import connected
-from torsh_distributed.clusters.ray.search_methods import choose_method, make_scheduler, make_searcher
+from torsh_distributed.clusters.ray.search_methods import TuningSearch, choose_method, make_scheduler, make_searcher
+from torsh_distributed.deprecation import notice
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
 from torsh_distributed.plan import Plan
 
@@ -50,34 +52,28 @@ def run_tuning(
     *,
     metric: str,
     mode: Literal["min", "max"] = "min",
-    num_samples: int = 8,
-    scheduler: str = "asha",
-    searcher: str = "random",
+    search: TuningSearch | None = None,
     plan: Plan | None = None,
     workers_per_trial: int = 1,
     config: RayConfig | None = None,
-    max_concurrent: int | None = None,
-    max_reports: int = 100,
-    mutations: Mapping[str, Any] | None = None,
-    perturb_every: int = 4,
-    waits_for_all: bool = False,
-    time_budget_s: float | None = None,
     storage_dir: str | None = None,
-    seed: int = 0,
+    **fields: Any,
 ) -> TuningResult:
     """Try values from `space` with `function(params)`, which calls `report({metric: …})` as it goes.
 
     `space`: Ray Tune's samplers (`tune.loguniform`, `tune.grid_search`, …) or constants by name. Keys that begin with
     `plan.` (`plan.training.gradient_accumulation`) are keys of `plan`: the function is then called with the changed
     plan too, `function(params, plan)`; a combination that the plan refuses is a trial that failed, with the reason.
-    `workers_per_trial` > 1 runs each trial as a job of that many ranks. `mutations` are for population-based training,
-    whose trials pass their state on by `report(…, checkpoint=directory)` and `resume_directory()` every `perturb_every`
-    reports; with `waits_for_all` no trial goes on before all have come that far, so that speed decides nothing.
+    `workers_per_trial` > 1 runs each trial as a job of that many ranks. Trials of population-based training pass their
+    state on by `report(…, checkpoint=directory)` and `resume_directory()`. `fields` are those of `search`, as this
+    function took them before there was a `TuningSearch`.
     """
-    chosen = config or RayConfig()
-    method = choose_method(searcher, scheduler)
-    for notice in method.notices:
-        _log.warning("%s", notice)
+    for name in fields:
+        _log.warning("%s", notice("arguments", f"run_tuning({name}=…)", f"TuningSearch({name}=…)"))
+    chosen, search = config or RayConfig(), dataclasses.replace(search or TuningSearch(), **fields)
+    method = choose_method(search.searcher, search.scheduler)
+    for told in method.notices:
+        _log.warning("%s", told)
     if plan is None and any(key.startswith(_PLAN_PREFIX) for key in space):
         raise InvalidArgument("the space has keys of a plan, and no plan is given", hint="pass plan=Plan(…)")
     with connected(chosen.address) as ray, ExitStack() as stack:
@@ -86,7 +82,7 @@ def run_tuning(
         trial = _trial(function, plan, workers_per_trial, chosen)
         # A job of several ranks places its own actors; the trial itself only waits for them.
         own: dict[str, float] = chosen.bundle if workers_per_trial == 1 else {"CPU": _WAITING_CPUS}
-        limit = max_concurrent
+        limit = search.max_concurrent
         if limit is None and workers_per_trial > 1:
             limit = max(1, int(ray.cluster_resources().get("CPU", 1) // (workers_per_trial * chosen.cpus_per_worker)))
         place = storage_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="torsh-tune-"))
@@ -94,19 +90,11 @@ def run_tuning(
             tune.with_resources(trial, own),
             param_space=dict(space),
             tune_config=tune.TuneConfig(
-                num_samples=num_samples,
-                scheduler=make_scheduler(
-                    method,
-                    metric=metric,
-                    mode=mode,
-                    max_reports=max_reports,
-                    mutations=None if mutations is None else dict(mutations),
-                    every=perturb_every,
-                    waits=waits_for_all,
-                ),
-                search_alg=make_searcher(method, metric=metric, mode=mode, seed=seed),
+                num_samples=search.num_samples,
+                scheduler=make_scheduler(method, search, metric=metric, mode=mode),
+                search_alg=make_searcher(method, metric=metric, mode=mode, seed=search.seed),
                 max_concurrent_trials=limit,
-                time_budget_s=time_budget_s,
+                time_budget_s=search.time_budget_s,
                 **({} if method.scheduler != "fifo" else {"metric": metric, "mode": mode}),
             ),
             run_config=tune.RunConfig(name="torsh", storage_path=place, verbose=0),
