@@ -9,6 +9,11 @@ Plain data parallelism only: every rank holds the whole state, so nothing is los
   how far they are, and those behind take the state of the one farthest: its update saw every gradient.
 
 So parameters of two steps never mix, and no rank has to keep a copy of anything while nothing fails.
+
+Threads: all of this runs on the thread that trains. The line's thread takes views (`MembershipClient`), and after an
+urgent one releases whatever the training thread waits in: that raises, and the view is there when `_recover` looks. If
+the collective failed by itself, `_recover` waits for the view. One that is not urgent is entered after the step in
+which all ranks voted for it. The scaling thread reads numbers and asks for workers; it changes nothing here.
 """
 
 from __future__ import annotations
@@ -155,9 +160,12 @@ class InPlaceRecovery:
                 break
             except Exception as error:
                 keeps = False
+                # Before the old world is left: its groups own the memory of the buckets. `_even_out` tells the others.
                 self._kept = self._in_progress.keep()
                 self._recover(error)
                 kept, self._kept = self._kept, None
+                # All ranks are equally far now, so all of them take the same branch below: this rank did the update
+                # before it heard of the loss, or has taken the state of one that did.
                 is_done = self._num_updates > before
                 now = self._client.current.members
                 if process_group.rank() == 0:
@@ -167,7 +175,7 @@ class InPlaceRecovery:
                     self._note("the update was done")
                     self._in_progress.divide_next()
                     break
-                if kept is not None and self._sources is not None:
+                if kept is not None and self._sources is not None:  # None on all ranks if one of them kept nothing
                     left = [number for number, one in enumerate(numbers) if one in now]
                     attempt = partial(self._finish, kept, left, self._sources)
                     self._note("gradients kept")
@@ -259,6 +267,8 @@ class InPlaceRecovery:
         if pending is None or self._agreed_epoch == 0 or pending.is_urgent or pending.epoch != self._agreed_epoch:
             return
         self._agreed_epoch = 0
+        # Every rank is here after the same step: the votes came with its loss. The joiners get what this step changed
+        # before anybody enters; and saves end first, because they use the groups that are left.
         try:
             for sender in self._senders.get(pending.epoch, ()):
                 sender.finish()
@@ -333,8 +343,10 @@ class InPlaceRecovery:
 
     def _enter(self, view: WorldView) -> None:
         engine, client = self._engine, self._client
+        # Saves go on in the background, together with ranks that may be gone.
         self._in_progress.abandon_saves()
         self._drop_streams()
+        # One that joins gets the state while the others train. News cancels that, and then the coming up of the world.
         has_state = not client.joins or self._receive(view)
         client.call_on_news(self._world.cancel)
         self._world.enter(view, is_newest=lambda: client.newest.epoch == view.epoch, timeout_s=self._timeout_s)
@@ -342,6 +354,7 @@ class InPlaceRecovery:
         self._even_out(has_state=has_state)
         assert isinstance(engine.strategy, DataParallel), "checked when this was attached"
         self._in_progress.regrouped(engine.strategy.rebuilt())
+        # Last: until now the view is pending, and `enter_newest` would try it or a newer one again.
         client.current, client.joins = view, False
         client.tell("entered", epoch=view.epoch, step=engine.num_steps)
 
@@ -350,6 +363,7 @@ class InPlaceRecovery:
         engine, is_new = self._engine, self._client.joins
         mine = self._num_updates if has_state else -1
         kept = None if self._kept is None else sorted(self._kept.averaged)
+        # All that follows is decided from this, so every rank decides the same and joins the same collectives.
         told = all_gather_object([mine, kept, is_new, engine.settings])
         everyone = [RankProgress(num_updates=one[0], averaged=one[1], is_new=one[2]) for one in told]
         self._sources = sources_of(everyone)

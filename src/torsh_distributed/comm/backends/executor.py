@@ -4,6 +4,10 @@ Why not just a thread with a queue: a hop to another thread costs tens of micros
 caller that wants its result now runs the work itself. A caller that asked for `async_op` leaves it to the group's
 thread; if it waits before that thread has started, it runs the work itself. Collectives always run in the order of the
 calls, as the other ranks expect.
+
+Threads: those that call collectives, which take turns with each other as on every rank; the group's own, started with
+the first `submit`; those that wait for a work. Whoever runs a body holds `_turn`. Tasks are appended without it and
+leave the queue only under it, so a queue found empty under the turn means that all before is done.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ class OrderedExecutor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: deque[_Task] = deque()
-        # Held by the thread that runs tasks; tasks leave the queue only under it.
         self._turn = threading.Lock()
+        # One word for each task: the group's thread comes for whatever waiters have left.
         self._calls: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -52,7 +56,7 @@ class OrderedExecutor:
         """Take the turn if nothing runs or waits; the caller then runs one collective and calls `end`."""
         if self._tasks or not self._turn.acquire(False):
             return False
-        if self._tasks:
+        if self._tasks:  # queued since the look above: it came first
             self._turn.release()
             return False
         self._is_finishing = False
@@ -70,7 +74,7 @@ class OrderedExecutor:
 
     def submit(self, body: Body, call: Call, work: PendingWork) -> None:
         """Run `body` after all that came before, and complete `work` with its outcome."""
-        self._tasks.append(_Task(body, call, work))
+        self._tasks.append(_Task(body, call, work))  # before the word: the thread goes back to sleep if it finds none
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
@@ -89,6 +93,7 @@ class OrderedExecutor:
                 self._turn.release()
             if not self._tasks:
                 break
+        # Another thread has the turn, and runs this work or one before it; the group's thread comes for the rest.
         if not work.is_completed():
             work.wait_for_completion(timeout_s)
 
@@ -101,6 +106,7 @@ class OrderedExecutor:
             task.body(task.call)
         except BaseException as raised:  # it is raised where the work is waited for, not in this thread
             error = raised
+        # Before `complete`: a waiter that it releases may close the group at once, and must not find it busy.
         self._is_finishing = not self._tasks  # until the next one begins
         task.work.complete(error)
         if isinstance(error, KeyboardInterrupt) and not is_background:
@@ -119,7 +125,7 @@ class OrderedExecutor:
 
     def close(self, timeout_s: float) -> bool:
         """End the group's thread after what is queued; whether it ended in time."""
-        self._is_closed = True
+        self._is_closed = True  # before the word, which ends the thread once nothing is queued
         self._calls.put(None)
         thread = self._thread
         if thread is None or thread is threading.current_thread():

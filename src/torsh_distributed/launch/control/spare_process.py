@@ -5,6 +5,10 @@ started later on this node: in place of a lost one, or after a restart of all. I
 does not compete with their start, and never imports the user's modules: they may act when they are imported.
 
 The forked worker becomes a child of the launcher (a subreaper), like any other worker, so its exit status is known.
+
+Processes and threads: everything here runs on the launcher's loop, in one thread. The spare starts no thread, because a
+fork takes along only the one that forks. It answers one order at a time, and between its first word (it is warm) and
+its end it says nothing unasked, so what is read after an order is the answer to it.
 """
 
 from __future__ import annotations
@@ -129,6 +133,7 @@ class SpareProcess:
                 control.close()
                 self._output.warn(f"no warm spare: {error.strerror or error}")
                 return
+        # Before the first order: a worker is orphaned at once, and would become a child of init.
         _adopt_orphans(True)
         self._control = control
         control.setblocking(False)
@@ -162,6 +167,7 @@ class SpareProcess:
         """Fork a worker: None if the spare is not warm, or ends over it; the worker is then started the usual way."""
         if not self._is_warm or self._control is None:
             return None
+        # The loop stands still for the milliseconds of a fork: the caller needs the pid, and `_hear` must not take it.
         try:
             self._control.settimeout(_ANSWER_TIMEOUT_S)
             fds = stdout, stderr, line
@@ -178,6 +184,7 @@ class SpareProcess:
         """The spare ended or does not answer: end it, and have another one for the next time."""
         process, control = self._process, self._control
         self._is_warm, self._process, self._control = False, None, None
+        # Unwatched before it is closed: the next descriptor may get its number.
         if control is not None:
             self._loop.unwatch(control.fileno())
             control.close()
@@ -192,6 +199,7 @@ class SpareProcess:
         had_process = self._process is not None
         self._drop()
         if had_process:
+            # While they still come to this process; workers are collected by their attempt, before this.
             _reap_orphans()
             _adopt_orphans(False)
 

@@ -1,4 +1,11 @@
-"""One attempt on one node: its workers, their output, and what is known of each that ends."""
+"""One attempt on one node: its workers, their output, and what is known of each that ends.
+
+All of it runs on the launcher's loop, in one thread: what a worker says on its line, the end of its process and timers
+are callbacks, each run to its end. They arrive in any order. An exception usually comes before the exit that it causes,
+which may take long or never come; lines of stderr may come after it. So each end is reported once, by whichever comes
+first of exit, exception and the launcher's own verdict, and what comes later finds the rank in `_failed`, `_forgiven`
+or the attempt stopped.
+"""
 
 from __future__ import annotations
 
@@ -115,14 +122,20 @@ class LocalAttempt:
             context.loop, context.guardian, mark=context.mark, spare=context.spare, on_exit=self._on_exit
         )
         self._given_up: dict[int, str] = {}
+        """Ranks that the launcher killed because they no longer worked, with the reason."""
         self._raised: dict[int, RaisedError] = {}
+        """By rank, the last exception that it told of: handled or not, fatal or not."""
         self._failed: set[int] = set()
+        """Ranks whose failure was reported."""
         self._forgiven: set[int] = set()
+        """Ranks whose end does not count any more: the job goes on without them."""
         self._unanswered: set[int] = set()
+        """Ranks that were asked what they do and have not said it."""
         self._silence_timer: Timer | None = None
         self._cpu_looks: dict[int, CpuLook | None] = {}
         self._timers: list[Timer] = []
         self._after_stop: Callable[[], None] | None = None
+        """Set by `stop`; from then on how a worker ends is of no interest, only that none runs."""
 
     @property
     def running_ranks(self) -> list[int]:
@@ -218,6 +231,7 @@ class LocalAttempt:
             if self.is_interrupted and raised.kind != "KeyboardInterrupt" and not raised.is_consequence:
                 self._context.output.warn(f"rank {rank}: {raised.where or 'at its end'}: {raised.summary}")
         elif raised.is_fatal:
+            # Its exit, if it comes soon, says more; but one that hangs on its way out must not hold up the others.
             timer = self._context.loop.call_later(_EXIT_WAIT_S, lambda: self._fail(worker, None))
             self._timers.append(timer)
 
@@ -292,6 +306,7 @@ class LocalAttempt:
         worker = self._workers.by_rank(rank)
         if worker is None or worker.exit is not None:
             return
+        # Killed before it is reported: whoever hears of it may start another one in its place at once.
         self._given_up[rank] = reason
         worker.send_signal(signal.SIGKILL)
         self._fail(worker, None)
@@ -301,6 +316,7 @@ class LocalAttempt:
         for rank in ranks:
             worker = self._workers.by_rank(rank)
             if worker is not None:
+                # Before the signal: its exit finds it here, and is not reported.
                 self._failed.discard(rank)
                 self._forgiven.add(rank)
                 worker.send_signal(signal.SIGKILL)
@@ -347,7 +363,9 @@ class LocalAttempt:
         if raised is not None and raised.kind == "SystemExit":
             exit_line, raised = raised.where, None  # sys.exit: the exit code says it all
         if raised is None and worker_exit is not None:
-            is_elastic = self._context.spec.elastic is not None  # the others wait for word
+            # What it wrote before it died may still be in the pipe. The loop stands still meanwhile, and in an elastic
+            # job the others wait for word: there the last lines are given up sooner.
+            is_elastic = self._context.spec.elastic is not None
             self._pump.wait_ended({rank}, timeout_s=_SHORT_STDERR_WAIT_S if is_elastic else _STDERR_WAIT_S)
         tail = tuple(line[:_MAX_LINE_CHARS] for line in self._pump.tail(rank))
         progress = read_progress(worker.progress_file)
@@ -402,7 +420,7 @@ class LocalAttempt:
         A worker that is on its way out after an exception gets no signal. A second call only replaces `then`.
         """
         is_first = self._after_stop is None
-        self._after_stop = then
+        self._after_stop = then  # before the signals: the exits that they cause are no failures
         if not self._workers.running:
             self._context.loop.call_later(0, then)
         elif is_first:

@@ -2,6 +2,12 @@
 
 The flight recorder keeps what is under way, and a thread's stack shows whether it waits for it. Loaded by path before
 this package is imported, so it imports only the standard library; the recorder is found once it is loaded.
+
+Threads: `look` and the answers to the launcher run on the line's thread, while the threads that they look at go on;
+`history` and the last `status` on the thread that raised or ends. No lock is taken here, because a thread that is stuck
+may hold it. So everything that others change is copied in one call first (`list(recorder)`, `sys._current_frames`), and
+may be out of date by the next line: a frame may have returned, an operation ended. At worst one look is wrong; a wait
+is told of after `_SHORTEST_WAIT_S`, which is longer than the pause between two looks.
 """
 
 from __future__ import annotations
@@ -103,6 +109,7 @@ class OperationWatch:
         seen = (id(entry), entry.f_lasti, id(user), user.f_lasti if user else 0, _progress())
         if seen != self._seen:
             self._seen, self._told_s = seen, 0.0
+            # The look before did not see it, so it began since.
             self._since_s = max(before_s, record["start_s"]) if record is not None else before_s
         assert self._since_s is not None, "set with what is seen"
         at = own_line(places_of(user)) if user is not None else None
