@@ -182,7 +182,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         ("Reference", [*pages("reference"), "reference/cli.md", {"API": api}]),
         ("Benchmarks", ["benchmarks.md"]),
         ("Decisions", ["decisions/README.md", *(page for page in pages("decisions") if "README" not in page)]),
-        ("Project", ["releasing.md", *(name for name, path in ADOPTED.items() if path.exists())]),
+        ("Project", ["who-does-what.md", "releasing.md", *(name for name, path in ADOPTED.items() if path.exists())]),
     ]
     config.nav = ["index.md", *({title: found} for title, found in sections if found)]
     return config
