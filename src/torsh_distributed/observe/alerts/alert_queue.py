@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Mapping
 
+from torsh_distributed.comm.serial_thread import SerialThread
+from torsh_distributed.errors import OperationTimeout
 from torsh_distributed.observe.alerts.alert_actions import AlertAction
 from torsh_distributed.observe.alerts.alert_manager import Alert
 from torsh_distributed.observe.alerts.alert_rules import AlertRule
@@ -29,33 +30,31 @@ class AlertQueue:
         self._run_id = run_id
         self._tell = tell
         self._retry_s = retry_s
-        self._waiting: queue.Queue[tuple[str, Alert] | None] = queue.Queue(MAX_WAITING)
+        self._room = threading.Semaphore(MAX_WAITING)
         self._closing = threading.Event()
         self._failing: set[str] = set()
         self.num_dropped = 0
-        self._thread = threading.Thread(target=self._run, name="torsh-alerts", daemon=True)
-        self._thread.start()
+        self._thread = SerialThread("torsh-alerts")
 
     def put(self, rule: AlertRule, alert: Alert) -> None:
         """Take an alert, or one that has ended, for every action of its rule; never waits."""
         for name in rule.actions:
-            try:
-                self._waiting.put_nowait((name, alert))
-            except queue.Full:
+            if not self._closing.is_set() and self._room.acquire(blocking=False):
+                self._thread.submit(self._run, name, alert)
+            else:
                 self.num_dropped += 1
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Run what waits, without trying again, and stop."""
         self._closing.set()
         try:
-            self._waiting.put(None, timeout=timeout_s)
-        except queue.Full:
-            self.num_dropped += 1
-        self._thread.join(timeout=timeout_s)
+            self._thread.close(timeout_s)
+        except OperationTimeout as error:
+            self._tell(f"alerts are not delivered: {error.message}")
 
-    def _run(self) -> None:
-        while (entry := self._waiting.get()) is not None:
-            self._act(*entry)
+    def _run(self, name: str, alert: Alert) -> None:
+        self._room.release()  # it waits no more
+        self._act(name, alert)
 
     def _act(self, name: str, alert: Alert) -> None:
         for number in range(_MAX_TRIES):
