@@ -87,7 +87,9 @@ static bool has_elsewhere(const uint8_t *codes) {
 static size_t copy(const uint32_t *bits, size_t numel, char *out) {
     tsh_block_head head = {.num_elsewhere = COPIED};
     memcpy(out, &head, sizeof head);
-    memcpy(out + sizeof head, bits, 4 * numel);
+    if (numel != 0) { /* then there may be no address either, and memcpy wants one */
+        memcpy(out + sizeof head, bits, 4 * numel);
+    }
     return sizeof head + 4 * numel;
 }
 

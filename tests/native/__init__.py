@@ -1,0 +1,1 @@
+"""The compiled modules under the compiler's sanitizers."""
