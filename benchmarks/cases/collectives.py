@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.comm.measurement.collective_timing import time_collective
+from torsh_distributed.comm.measurement import time_collective
 
 KB, MB = 2**10, 2**20
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")

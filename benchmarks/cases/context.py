@@ -15,8 +15,7 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed.parallel.context.attention_heads import heads_attention
 from torsh_distributed.parallel.context.attention_ring import ring_attention
-from torsh_distributed.parallel.context.form import choose_form
-from torsh_distributed.parallel.context.position_mask import PositionMask
+from torsh_distributed.parallel.context.positions import PositionMask, choose_form
 
 HEAD_DIM = 64
 WINDOW = 256

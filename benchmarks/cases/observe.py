@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit, compare
 from torsh_distributed import events
-from torsh_distributed.observe.anomalies.anomaly_watch import AnomalyWatch
+from torsh_distributed.observe.anomalies import AnomalyWatch
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
-from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
+from torsh_distributed.observe.metrics.machine_sensors import ProcessSensors
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.rank_reporter import step_packet, summary_packet

@@ -14,7 +14,7 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.observe.anomalies.labelled_series import score
 from tests.observe.packets import FakeRank
 from tests.observe.page.chromium import Chromium
-from torsh_distributed.observe.anomalies.anomaly_watch import AnomalyKind
+from torsh_distributed.observe.anomalies import AnomalyKind
 from torsh_distributed.observe.serving.observer_process import ObserverProcess
 from torsh_distributed.observe.settings import ObserveSettings
 

@@ -21,7 +21,7 @@ from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
-from torsh_distributed.parallel.sharded.shard_records import storage_bytes
+from torsh_distributed.parallel.sharded.shared_shards import storage_bytes
 from torsh_distributed.plan import CompressConfig, FsdpConfig, MeshConfig, Plan
 from torsh_distributed.train import parallelize
 

@@ -54,7 +54,7 @@ from torsh_distributed.launch.worker.init import init as init
 from torsh_distributed.launch.worker.init import init_process_group as init_process_group
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel as DistributedDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer as MoELayer
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam as CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam as CpuAdam
 from torsh_distributed.parallel.pipeline.runtime import PipelineParallel as PipelineParallel
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel as FullyShardedDataParallel
 from torsh_distributed.parallel.tensor.apply import tensor_parallel as tensor_parallel

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torsh_distributed as td
-from torsh_distributed.comm.meeting.job_store import open_job_store
+from torsh_distributed.comm.meeting.rendezvous import open_job_store
 
 folder = Path(sys.argv[1])
 td.init()

@@ -16,7 +16,7 @@ from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.loading.restoring import open_newest
 from torsh_distributed.checkpoint.safetensors_files import export
 from torsh_distributed.cli.checkpoint.commands import app
-from torsh_distributed.parallel.weights.weight_files import INDEX
+from torsh_distributed.parallel.weights.tensor_files import INDEX
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.comm.backends.ranks import ALL_DTYPES, assert_same, data, fold_reference, ops_for
-from torsh_distributed.comm.backends.reduction import parse_reduction
+from torsh_distributed.comm.backends.short_path import parse_reduction
 from torsh_distributed.comm.folding import finish_fold, fold_all, fold_into
 from torsh_distributed.comm.reduce_op import ReduceOp
 

@@ -58,7 +58,7 @@ def pretrained_facts(model: nn.Module, shared: Callable[[], Mapping[str, str]]) 
     generation: Any = getattr(model, "generation_config", None)
     if not callable(getattr(config, "to_json_string", None)) or hasattr(model, "peft_config"):
         return None
-    from torsh_distributed.parallel.models.user_class import user_class
+    from torsh_distributed.parallel.models.same_model import user_class
 
     return {
         "config": config.to_json_string(),

@@ -21,8 +21,7 @@ from torsh_distributed.parallel.state.held_state import HeldState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
 from torsh_distributed.parallel.weights.reading import RowRead, read_rows
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor
-from torsh_distributed.parallel.weights.tensor_files import TensorFiles
-from torsh_distributed.parallel.weights.weight_files import stored_tensors
+from torsh_distributed.parallel.weights.tensor_files import TensorFiles, stored_tensors
 from torsh_distributed.unreadable_data import unreadable_as
 
 

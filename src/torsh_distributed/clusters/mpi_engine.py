@@ -29,7 +29,7 @@ from torsh_distributed.clusters.local.background_jobs import (
 from torsh_distributed.clusters.ranks.rank_reports import job_variables, rank_command, report_directory, with_cause
 from torsh_distributed.clusters.run_arguments import refuse_limits
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.comm.meeting.between_nodes import LEG_VARIABLE, chosen_leg
+from torsh_distributed.comm.meeting.network_interface import LEG_VARIABLE, chosen_leg
 from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.ports import meeting_variables, require_port_limit

@@ -22,6 +22,9 @@ from torsh_distributed.comm.collectives.objects import scatter_object as scatter
 from torsh_distributed.comm.collectives.objects import send_object as send_object
 from torsh_distributed.comm.collectives.packed import bucketed_all_reduce as bucketed_all_reduce
 from torsh_distributed.comm.collectives.packed import fused_all_reduce as fused_all_reduce
+from torsh_distributed.comm.collectives.packed import multi_root_broadcast as multi_root_broadcast
+from torsh_distributed.comm.collectives.packed import scatter_reduce as scatter_reduce
+from torsh_distributed.comm.collectives.packed import tree_broadcast as tree_broadcast
 from torsh_distributed.comm.collectives.point_to_point import irecv as irecv
 from torsh_distributed.comm.collectives.point_to_point import isend as isend
 from torsh_distributed.comm.collectives.point_to_point import recv as recv
@@ -30,9 +33,6 @@ from torsh_distributed.comm.collectives.reductions import all_reduce as all_redu
 from torsh_distributed.comm.collectives.reductions import reduce as reduce
 from torsh_distributed.comm.collectives.reductions import reduce_scatter as reduce_scatter
 from torsh_distributed.comm.collectives.reductions import reduce_scatter_single as reduce_scatter_single
-from torsh_distributed.comm.collectives.spread import multi_root_broadcast as multi_root_broadcast
-from torsh_distributed.comm.collectives.spread import scatter_reduce as scatter_reduce
-from torsh_distributed.comm.collectives.spread import tree_broadcast as tree_broadcast
 from torsh_distributed.comm.collectives.work import Work as Work
 from torsh_distributed.comm.groups.abort import abort as abort
 from torsh_distributed.comm.groups.manager import CommunicationGroup as CommunicationGroup
@@ -49,8 +49,8 @@ from torsh_distributed.comm.groups.process_group import regroup as regroup
 from torsh_distributed.comm.groups.process_group import roster as roster
 from torsh_distributed.comm.groups.process_group import validate_rank as validate_rank
 from torsh_distributed.comm.groups.process_group import world_size as world_size
-from torsh_distributed.comm.measurement.network import NetworkMetrics as NetworkMetrics
-from torsh_distributed.comm.measurement.network import NetworkProfiler as NetworkProfiler
+from torsh_distributed.comm.measurement import NetworkMetrics as NetworkMetrics
+from torsh_distributed.comm.measurement import NetworkProfiler as NetworkProfiler
 from torsh_distributed.comm.meeting.rendezvous import Roster as Roster
 from torsh_distributed.comm.recording.communication_stats import CommunicationStats as CommunicationStats
 from torsh_distributed.comm.recording.communication_stats import OperationStats as OperationStats

@@ -11,12 +11,11 @@ from torch import nn
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
-from torsh_distributed.parallel.expert.choose import expert_strategy
-from torsh_distributed.parallel.expert.expert_weights import load_spread
+from torsh_distributed.parallel.expert.choose import expert_strategy, load_spread
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
-from torsh_distributed.parallel.offload.choose import paged_strategy
+from torsh_distributed.parallel.offload.state_offload import paged_strategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer

@@ -28,8 +28,7 @@ from torsh_distributed.parallel.state.held_state import (
 )
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, owner_update
-from torsh_distributed.parallel.whole_tensors.owned_state import OwnedState
-from torsh_distributed.parallel.whole_tensors.owner_update import OwnerUpdate
+from torsh_distributed.parallel.whole_tensors.owner_update import OwnedState, OwnerUpdate
 from torsh_distributed.plan import CompressConfig
 
 _log = logging.getLogger(__name__)

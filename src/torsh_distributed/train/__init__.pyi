@@ -1,4 +1,4 @@
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam as CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam as CpuAdam
 from torsh_distributed.train.assemble import parallelize as parallelize
 from torsh_distributed.train.batch_size import BatchSizeConfig as BatchSizeConfig
 from torsh_distributed.train.batch_size import plan_batch_size as plan_batch_size

@@ -25,7 +25,7 @@ from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
-from torsh_distributed.parallel.offload.choose import offloaded_optimizer
+from torsh_distributed.parallel.offload.state_offload import offloaded_optimizer
 from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
 from torsh_distributed.plan import Plan

@@ -22,7 +22,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.observe.loops.counted_operations import CountedOperations
 from torsh_distributed.parallel.compiling import uncompiled
-from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.parallel.random_streams import skips_layers, stream_of
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torsh_distributed.checkpoint.replicas.snapshot_memory import SnapshotMemory, find_kept
-from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE, make_kept_memory
+from torsh_distributed.comm.shared_memory.memory_file import KEPT_MEMORY_VARIABLE, make_kept_memory
 
 SCRIPT = """
 import json, os, signal, sys

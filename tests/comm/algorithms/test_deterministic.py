@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
+from torsh_distributed.comm.collectives.packed import scatter_reduce
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.comm.collectives.spread import scatter_reduce
 
 BACKENDS = ["gloo", "shm", "torsh"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
+from torsh_distributed.comm.meeting.monitored_barrier import missing_ranks
 from torsh_distributed.errors import OperationTimeout
 
 pytestmark = pytest.mark.ranks
@@ -69,3 +70,19 @@ def late_calls() -> list[str]:
 def test_a_call_can_have_a_deadline_of_its_own(world: World) -> None:
     said = world.run(late_calls, backend="shm")[0]
     assert "all_reduce" in said[0]
+
+
+def answer(absent: list[int]) -> list[int] | None:
+    group = dist.group.WORLD
+    assert group is not None
+    found = None if dist.get_rank() in absent else missing_ranks(group, "all_reduce/1")
+    dist.barrier()
+    return found
+
+
+def test_the_silent_ranks_are_named(world: World) -> None:
+    assert world.run(answer, [1], num_ranks=3) == [[1], None, [1]]
+
+
+def test_nobody_is_missing_when_all_answer(world: World) -> None:
+    assert world.run(answer, [], num_ranks=3) == [[], [], []]

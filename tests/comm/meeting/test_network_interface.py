@@ -16,8 +16,10 @@ import torsh_distributed as td
 from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed.comm.meeting.network_interface import (
+    LEG_VARIABLE,
     address_for_peers,
     address_towards,
+    chosen_leg,
     interface_between_nodes,
     interface_of,
     interface_variables,
@@ -25,6 +27,8 @@ from torsh_distributed.comm.meeting.network_interface import (
     outward_address,
     tell_backends,
 )
+from torsh_distributed.comm.trust.job_tls import CERTIFICATE_VARIABLE, KEY_VARIABLE
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -149,3 +153,13 @@ def test_hosts_with_ipv6_alone_reach_each_other(world: World, lab: Lab) -> None:
         assert found["told"]["GLOO_SOCKET_IFNAME"] == "eth0"
         assert found["total"] == 2000.0
         assert found["listening"] == {host.address}
+
+
+def test_what_carries_data_is_an_option_or_a_variable_and_must_be_possible() -> None:
+    assert chosen_leg(None, {}) == "gloo"
+    assert chosen_leg(None, {LEG_VARIABLE: "mpi"}) == "mpi"
+    assert chosen_leg("gloo", {LEG_VARIABLE: "mpi"}) == "gloo"
+    with pytest.raises(ConfigurationError, match=f"{LEG_VARIABLE} must be gloo or mpi"):
+        chosen_leg(None, {LEG_VARIABLE: "ib"})
+    with pytest.raises(FeatureNotAvailable, match="MPI cannot encrypt"):
+        chosen_leg("mpi", {CERTIFICATE_VARIABLE: "/c", KEY_VARIABLE: "/k"})

@@ -9,9 +9,11 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.bed.ports import free_port
-from torsh_distributed.comm.meeting.node_identity import node_identity
+from torsh_distributed.comm.meeting.node_identity import node_identity, pack_nodes, unpack_nodes
 
 pytestmark = pytest.mark.ranks
 
@@ -71,3 +73,15 @@ def test_ranks_in_different_process_namespaces_are_different_nodes() -> None:
         assert "some are elsewhere" in rank["error"]
         assert "backend='torsh'" in rank["error"]
         assert (rank["total"], rank["local_world_size"]) == ([3.0], 1)
+
+
+@given(nodes=st.lists(st.sampled_from("abcdef"), max_size=40))
+def test_ranks_share_a_node_after_unpacking_if_they_did_before(nodes: list[str]) -> None:
+    order = list(dict.fromkeys(nodes))
+    assert unpack_nodes(pack_nodes(nodes)) == tuple(order.index(node) for node in nodes)
+
+
+def test_ten_thousand_ranks_in_a_pattern_take_few_bytes() -> None:
+    node_by_node = [f"node {rank // 8}" for rank in range(10_000)]
+    in_turn = [f"node {rank % 1250}" for rank in range(10_000)]
+    assert max(len(pack_nodes(nodes)) for nodes in (node_by_node, in_turn)) < 300

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, attempt_store
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, attempt_store, wait_for_keys
 from torsh_distributed.errors import CommunicationError, OperationTimeout
 
 
@@ -127,3 +129,26 @@ def test_a_rank_that_does_not_leave_keeps_nobody_for_long() -> None:
     started = time.monotonic()
     meeting(dist.HashStore(), 0, timeout_s=0.2).leave()
     assert time.monotonic() - started < 5
+
+
+STORES: dict[str, Callable[[Path], dist.Store]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 1),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_all_keys_must_be_set_in_time(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    store.set("one", "")
+    assert wait_for_keys(store, ["one"], 5.0)
+    assert not wait_for_keys(store, ["one", "two"], 0.05)
+
+
+def test_a_store_that_is_gone_is_not_a_timeout() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    del host
+    with pytest.raises(dist.DistNetworkError):
+        wait_for_keys(client, ["one"], 5.0)

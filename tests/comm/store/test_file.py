@@ -8,12 +8,14 @@ import resource
 import signal
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.bed.world import World
 from torsh_distributed.comm.store import file_log, open_store
+from torsh_distributed.comm.store.file import FileWatch
 from torsh_distributed.comm.store.table import StoredValue
 from torsh_distributed.errors import InvalidArgument, IoError, OperationTimeout
 
@@ -225,3 +227,47 @@ def test_expiry_from_another_boot_goes_by_the_wall_clock(monkeypatch: pytest.Mon
     _, entry = file_log._decode(body)
     assert entry is not None
     assert entry.expires_at == pytest.approx(expires_at - 3600, abs=30)
+
+
+LONG_S = 30.0
+
+
+def close_after_writing(path: Path) -> None:
+    path.open("r+b").close()
+
+
+def timed_wait(watch: FileWatch, timeout_s: float) -> float:
+    began = time.monotonic()
+    watch.wait(timeout_s)
+    return time.monotonic() - began
+
+
+def test_a_close_by_a_writer_ends_the_wait(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    with FileWatch(path) as watch, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(timed_wait, watch, LONG_S)
+        close_after_writing(path)
+        assert waiting.result() < LONG_S
+
+
+def test_a_close_before_the_wait_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    with FileWatch(path) as watch:
+        for _ in range(200):
+            close_after_writing(path)
+        assert timed_wait(watch, LONG_S) < LONG_S
+
+
+def test_readers_wake_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    with FileWatch(path) as watch:
+        path.read_bytes()
+        assert timed_wait(watch, 0.05) >= 0.04
+
+
+def test_without_a_file_to_watch_a_wait_lasts_its_time(tmp_path: Path) -> None:
+    with FileWatch(tmp_path / "absent") as watch:
+        assert timed_wait(watch, 0.05) >= 0.04

@@ -15,7 +15,7 @@ import pytest
 from torsh_distributed.comm.store.registry import open_store
 from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
 from torsh_distributed.comm.store.tcp.tcp_server import TcpStoreServer
-from torsh_distributed.comm.trust import socket_peers
+from torsh_distributed.comm.trust.job_secret import is_loopback_address
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret, find_tls, make_certificate
 from torsh_distributed.comm.trust.tls_channel import TlsChannel
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError, TorshError
@@ -85,7 +85,7 @@ def test_on_one_machine_nothing_is_encrypted(tls: JobTls, monkeypatch: pytest.Mo
     with TcpStoreServer(token="s", tls=tls) as server, open_store(server.url, token="s") as store:
         store.set("a", b"1")
         assert store.get("a") == b"1"
-    assert socket_peers.is_loopback_address("127.0.0.1")
+    assert is_loopback_address("127.0.0.1")
 
 
 @pytest.mark.usefixtures("apart")

@@ -38,7 +38,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torsh_distributed as td
-from torsh_distributed.comm.meeting.job_store import open_job_store
+from torsh_distributed.comm.meeting.rendezvous import open_job_store
 
 td.init()
 rank, size = td.rank(), td.world_size()

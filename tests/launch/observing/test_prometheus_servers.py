@@ -16,8 +16,7 @@ import pytest
 from tests.bed.ports import free_port
 from tests.launch.observing.test_job_observer import PLAIN_LOOP, get, start
 from tests.observe.export.test_exports import receiver
-from torsh_distributed.observe.alerts.alert_rules import AlertRule, AlertSeverity
-from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules
+from torsh_distributed.observe.alerts.alert_rules import AlertRule, AlertSeverity, prometheus_rules
 
 pytestmark = pytest.mark.ranks
 

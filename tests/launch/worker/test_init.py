@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torsh_distributed as td
 from tests.bed.ports import free_port
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.matching import are_checks_enabled
+from torsh_distributed.comm.collectives.call import are_checks_enabled
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, OperationTimeout
 
 pytestmark = pytest.mark.ranks

@@ -27,8 +27,13 @@ from torsh_distributed.observe.alerts.alert_actions import (
 )
 from torsh_distributed.observe.alerts.alert_manager import Alert, AlertManager
 from torsh_distributed.observe.alerts.alert_queue import MAX_WAITING, AlertQueue
-from torsh_distributed.observe.alerts.alert_rules import AlertRule, AlertSeverity, ConditionKind, read_rules
-from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules
+from torsh_distributed.observe.alerts.alert_rules import (
+    AlertRule,
+    AlertSeverity,
+    ConditionKind,
+    prometheus_rules,
+    read_rules,
+)
 from torsh_distributed.observe.job.job_view import JobView
 
 RULES = """

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torsh_distributed.observe.anomalies.anomaly_watch import MAKERS, AnomalyKind
+from torsh_distributed.observe.anomalies import MAKERS, AnomalyKind
 
 _LENGTH = 240
 _ONSET = 120

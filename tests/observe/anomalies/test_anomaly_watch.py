@@ -4,8 +4,13 @@ import pytest
 
 from tests.observe.anomalies.labelled_series import score
 from tests.observe.packets import FakeRank
-from torsh_distributed.observe.anomalies.anomaly_watch import MAX_ANOMALIES, AnomalyKind, AnomalyWatch
-from torsh_distributed.observe.anomalies.detectors import SpikeDetector, SustainedDetector
+from torsh_distributed.observe.anomalies import (
+    MAX_ANOMALIES,
+    AnomalyKind,
+    AnomalyWatch,
+    SpikeDetector,
+    SustainedDetector,
+)
 from torsh_distributed.observe.job.job_view import JobView
 
 

@@ -10,9 +10,8 @@ import time
 import pytest
 
 from tests.observe.packets import FakeRank, job_of_two
-from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView
+from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView, ThinnedSeries
 from torsh_distributed.observe.job.page_state import page_state
-from torsh_distributed.observe.job.thinned_series import ThinnedSeries
 from torsh_distributed.observe.metrics.step_record import StepRecord, pack_steps
 
 

@@ -12,8 +12,7 @@ from tests.observe.page.chromium import Chromium
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.page.html_report import write_report
-from torsh_distributed.observe.page.page_feed import PageFeed
-from torsh_distributed.observe.page.page_routes import page_routes
+from torsh_distributed.observe.page.page_routes import PageFeed, page_routes
 from torsh_distributed.observe.serving.guarded_server import GuardedServer
 
 pytestmark = [pytest.mark.needs_browser, pytest.mark.ranks]

@@ -12,8 +12,7 @@ import pytest
 
 from tests.observe.packets import job_of_two
 from torsh_distributed.observe.job.page_state import page_state
-from torsh_distributed.observe.page.page_feed import PageFeed
-from torsh_distributed.observe.page.page_routes import page_routes
+from torsh_distributed.observe.page.page_routes import PageFeed, page_routes
 from torsh_distributed.observe.serving import guarded_server
 from torsh_distributed.observe.serving.guarded_server import GuardedServer
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.observe.trace.recorded import write_run
 from torsh_distributed.errors import IoError
-from torsh_distributed.observe.trace.event_files import read_run
-from torsh_distributed.observe.trace.rank_clocks import align_clocks
+from torsh_distributed.observe.trace.event_files import align_clocks, read_run
 from torsh_distributed.observe.trace.trace_file import write_trace
 
 

@@ -27,7 +27,7 @@ from tests.parallel.golden import (
 )
 from torsh_distributed import events
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS
-from torsh_distributed.parallel.sharded.shard_records import local_part
+from torsh_distributed.parallel.sharded.shared_shards import local_part
 from torsh_distributed.plan import (
     ExpertConfig,
     MeshConfig,

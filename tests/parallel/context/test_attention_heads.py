@@ -14,8 +14,7 @@ from tests.bed.world import World
 from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.parallel.context.attention_heads import heads_attention, whole_attention
 from torsh_distributed.parallel.context.attention_ring import ring_attention
-from torsh_distributed.parallel.context.order import take_positions
-from torsh_distributed.parallel.context.position_mask import PositionMask, holds_tensors
+from torsh_distributed.parallel.context.positions import PositionMask, holds_tensors, take_positions
 
 
 def in_window(batch: Any, head: Any, query: Any, key: Any) -> Any:

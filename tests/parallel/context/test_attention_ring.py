@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.bed.world import World
 from torsh_distributed.parallel.context import ring_attention
-from torsh_distributed.parallel.context.order import take_positions
+from torsh_distributed.parallel.context.positions import take_positions
 
 
 def world_group() -> dist.ProcessGroup:

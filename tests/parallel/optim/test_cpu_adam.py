@@ -16,9 +16,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel import optim
 from torsh_distributed.parallel.offload import StateOffload
-from torsh_distributed.parallel.optim import cpu_adam
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.train import parallelize
@@ -41,8 +41,8 @@ choices = st.fixed_dictionaries(
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of computing it; the compiled one is there wherever these tests run from a checkout with a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_adam, "compiled_kernel", lambda: None)
-    elif cpu_adam.compiled_kernel() is None:
+        monkeypatch.setattr(optim, "compiled_kernel", lambda: None)
+    elif optim.compiled_kernel() is None:
         pytest.skip("the kernel is not compiled: no C compiler was found at install")
     return str(request.param)
 

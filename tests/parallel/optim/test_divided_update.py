@@ -20,15 +20,14 @@ from torch.optim import Adam
 from tests.bed.world import World
 from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.errors import InvalidArgument, MemoryAllocationFailed, ProcessFailure
-from torsh_distributed.parallel.optim import cpu_adam
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
-from torsh_distributed.parallel.optim.divided_update import _part
+from torsh_distributed.parallel import optim
+from torsh_distributed.parallel.optim import CpuAdam, _part
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.demos import gpt, moe
 
 pytestmark = pytest.mark.skipif(
-    cpu_adam.compiled_kernel() is None, reason="the kernel is not compiled: no C compiler was found at install"
+    optim.compiled_kernel() is None, reason="the kernel is not compiled: no C compiler was found at install"
 )
 
 SHAPES = ((3, 7), (), (1,), (129,), (0, 4), (70, 61))
@@ -106,7 +105,7 @@ def which_did_what() -> list[int]:
         param.grad = torch.ones_like(param)
     counts: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_adam, "_by_kernel", lambda _, __, pieces, *___: counts.extend(p.numel() for p in pieces))
+        patch.setattr(optim, "_by_kernel", lambda _, __, pieces, *___: counts.extend(p.numel() for p in pieces))
         optimizer.step()
     return counts
 
@@ -297,7 +296,7 @@ def divide_without_memory() -> list[bool]:
             patch.setattr(SharedSegment, "create", no_memory)
         answers = [optimizer.divide(params, everyone())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_adam, "compiled_kernel", lambda: None)
+        patch.setattr(optim, "compiled_kernel", lambda: None)
         answers.append(optimizer.divide(params, everyone()))
     train(optimizer, params, range(2))
     return answers
@@ -323,7 +322,7 @@ def die_in_update() -> tuple[int, list[str]]:
     params[0].grad = torch.ones_like(params[0])
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(cpu_adam, "_by_kernel", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(optim, "_by_kernel", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(ProcessFailure) as caught:
             optimizer.step()
     return caught.value.context["failed_rank"], caught.value.__notes__

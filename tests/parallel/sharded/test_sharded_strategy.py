@@ -14,8 +14,8 @@ from tests.parallel.golden import MODELS, STEPS, golden, gpt, make_optimizer, ml
 from torsh_distributed.errors import TorshError
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
-from torsh_distributed.parallel.sharded.shard_records import MemoryStats
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.parallel.sharded.shared_shards import MemoryStats
 from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
 from torsh_distributed.plan.sections.training import PrecisionConfig
 from torsh_distributed.train import parallelize

@@ -11,7 +11,7 @@ import torch
 from tests.parallel.weights.checkpoints import write_file
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.weights.safetensors_format import header_bytes, read_header, room_for
-from torsh_distributed.parallel.weights.weight_files import stored_tensors
+from torsh_distributed.parallel.weights.tensor_files import stored_tensors
 
 
 def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tests.parallel.whole_tensors.optimizer_cases import Lamb, Lars, NormalizedSgd, SignSgd, squashed
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import (
     keeps_params,
     known_needs,

@@ -15,7 +15,7 @@ from torch import nn
 from tests.bed.world import World
 from tests.parallel.weights.checkpoints import gpt
 from torsh_distributed.errors import IoError, ProcessFailure
-from torsh_distributed.parallel.weights.weight_files import stored_tensors
+from torsh_distributed.parallel.weights.tensor_files import stored_tensors
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torsh_distributed.checkpoint.saving.file_image import private_memory
 from torsh_distributed.comm.serialization import deserialize, serialize
-from torsh_distributed.comm.shared_memory.kept_memory import kept_memory, map_existing, map_new
+from torsh_distributed.comm.shared_memory.memory_file import kept_memory, map_existing, map_new
 from torsh_distributed.errors import TorshError
 
 _log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.comm.serialization import serialize
-from torsh_distributed.comm.trust.encrypted_backends import background_backend
+from torsh_distributed.comm.trust.job_tls import background_backend
 from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import HeldState
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
-from torsh_distributed.comm.measurement.collective_timing import OPERATIONS
+from torsh_distributed.comm.measurement import OPERATIONS
 from torsh_distributed.errors import InvalidArgument, ProcessFailure
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.mpi.mpi_job import mpi_job

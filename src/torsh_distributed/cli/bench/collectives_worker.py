@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.capabilities import choose_backend
-from torsh_distributed.comm.measurement.collective_timing import time_collective
+from torsh_distributed.comm.measurement import time_collective
 
 _DEADLINE = timedelta(minutes=5)
 

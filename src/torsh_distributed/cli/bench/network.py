@@ -21,7 +21,7 @@ from rich.table import Table
 from torsh_distributed.cli.bench.collectives import describe_machine, parse_size
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.comm.measurement.network import SIZES, NetworkMetrics, NetworkProfiler
+from torsh_distributed.comm.measurement import SIZES, NetworkMetrics, NetworkProfiler
 from torsh_distributed.errors import ProcessFailure
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.mpi.mpi_job import mpi_job

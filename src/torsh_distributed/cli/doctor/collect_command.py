@@ -24,8 +24,8 @@ def collect(
 ) -> None:
     """Bundle versions, checks, variables, logs and plans for a bug report, with secrets masked."""
     from torsh_distributed.launch.control.job_commands import ask_launcher
-    from torsh_distributed.observe.bug_report.collect import collect as write_bundle
-    from torsh_distributed.observe.machine.validate import validate_environment
+    from torsh_distributed.observe.bug_report import collect as write_bundle
+    from torsh_distributed.observe.machine.software import validate_environment
 
     target = output or Path(f"torsh-report-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     reports: dict[str, Any] = {}

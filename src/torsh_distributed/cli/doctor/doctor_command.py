@@ -157,7 +157,7 @@ def _serve_clock(endpoint: str) -> None:
 def _check_machine(peer: str | None, *, runs_all_reduce: bool, as_json: bool) -> None:
     from torsh_distributed.observe.machine.clock_skew import check_clock
     from torsh_distributed.observe.machine.diagnostic_result import CheckSeverity, worst
-    from torsh_distributed.observe.machine.validate import validate_environment
+    from torsh_distributed.observe.machine.software import validate_environment
 
     results: list[DiagnosticResult] = []
 

@@ -32,8 +32,7 @@ def dashboard(
     from torsh_distributed.observe.job.page_state import page_state
     from torsh_distributed.observe.job.run_files import EventFiles
     from torsh_distributed.observe.page.html_report import write_report
-    from torsh_distributed.observe.page.page_feed import PageFeed
-    from torsh_distributed.observe.page.page_routes import page_routes
+    from torsh_distributed.observe.page.page_routes import PageFeed, page_routes
     from torsh_distributed.observe.serving.guarded_server import GuardedServer, needs_token
 
     files = EventFiles(events_dir)

@@ -27,8 +27,7 @@ def metrics(
         typer.echo(f"dashboard: {grafana}")
         return
     if alerts is not None:
-        from torsh_distributed.observe.alerts.alert_rules import read_rules
-        from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules
+        from torsh_distributed.observe.alerts.alert_rules import prometheus_rules, read_rules
 
         typer.echo(prometheus_rules(read_rules(alerts)[0]), nl=False)
         return

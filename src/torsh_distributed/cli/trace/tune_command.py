@@ -95,8 +95,7 @@ def _recorded(run: Path) -> dict[str, Any]:
 def _run_once(recorded: dict[str, Any], folder: Path, overrides: dict[str, str]) -> TunedRun:
     """Run the job once and read what it recorded."""
     from torsh_distributed.observe.bottlenecks.step_times import step_times
-    from torsh_distributed.observe.trace.event_files import read_run
-    from torsh_distributed.observe.trace.rank_clocks import align_clocks
+    from torsh_distributed.observe.trace.event_files import align_clocks, read_run
 
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.jsonl"):

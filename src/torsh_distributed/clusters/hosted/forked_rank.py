@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from torsh_distributed import known_variables
-from torsh_distributed.comm.trust.socket_peers import peer_uid
+from torsh_distributed.comm.trust.job_secret import peer_uid
 from torsh_distributed.launch.worker import spare
 
 _WARM_S = 120.0

@@ -84,10 +84,9 @@ def load_export(model: nn.Module, directory: str | Path) -> None:
     """Load what `engine.export` wrote into a whole model, in this process alone; differences raise, all at once."""
     import torch
 
-    from torsh_distributed.parallel.weights.converted_names import converted
     from torsh_distributed.parallel.weights.stacked_tensor import with_all_of
-    from torsh_distributed.parallel.weights.weight_files import stored_tensors
-    from torsh_distributed.parallel.weights.weight_names import match_names
+    from torsh_distributed.parallel.weights.tensor_files import stored_tensors
+    from torsh_distributed.parallel.weights.weight_names import converted, match_names
 
     try:
         found = match_names(model, converted(model, stored_tensors(directory)), where=str(directory))

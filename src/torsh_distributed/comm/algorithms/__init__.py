@@ -1,6 +1,6 @@
 """Ways for an all-reduce to travel, each written on point-to-point messages of any group.
 
-Read `base` (what an algorithm is), `channel` (the messages it uses), then `ring`, `double_buffered`, `tree`,
-`doubling`, `reduce_scatter_all_gather`, `pipelined` and `hierarchical`. `registry` knows them by name, `auto` picks one
+Read `base` (what an algorithm is and the messages it uses), then `ring`, `tree`, `reduce_scatter_all_gather`,
+`pipelined` and `hierarchical`. `registry` knows them by name, `auto` picks one
 by measurement, `execution` runs one on a group.
 """

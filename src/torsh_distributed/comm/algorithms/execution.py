@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm
-from torsh_distributed.comm.algorithms.channel import Channel
+from torsh_distributed.comm.algorithms.base import Algorithm, Channel
 from torsh_distributed.comm.recording.flight_recorder import in_thread
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.serial_thread import SerialThread

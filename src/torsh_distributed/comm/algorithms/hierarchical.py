@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
-from torsh_distributed.comm.algorithms.channel import Channel
+from torsh_distributed.comm.algorithms.base import Algorithm, Channel, MeasuredCosts
 from torsh_distributed.comm.algorithms.ring import ring_all_reduce
 from torsh_distributed.comm.folding import finish_fold, fold_into
 from torsh_distributed.comm.groups import process_group

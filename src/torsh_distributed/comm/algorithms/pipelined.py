@@ -10,8 +10,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
-from torsh_distributed.comm.algorithms.channel import Channel, Transfer
+from torsh_distributed.comm.algorithms.base import Algorithm, Channel, MeasuredCosts, Transfer
 from torsh_distributed.comm.folding import finish_fold, fold_into
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
-from torsh_distributed.comm.algorithms.channel import Channel
+from torsh_distributed.comm.algorithms.base import Algorithm, Channel, MeasuredCosts
 from torsh_distributed.comm.folding import finish_fold, fold_into
 from torsh_distributed.comm.reduce_op import ReduceOp
 

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from torsh_distributed.comm.algorithms.base import Algorithm
-from torsh_distributed.comm.algorithms.double_buffered import DoubleBuffered
-from torsh_distributed.comm.algorithms.doubling import Doubling
 from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
 from torsh_distributed.comm.algorithms.reduce_scatter_all_gather import ReduceScatterAllGather
-from torsh_distributed.comm.algorithms.ring import Ring
-from torsh_distributed.comm.algorithms.tree import Tree
+from torsh_distributed.comm.algorithms.ring import DoubleBuffered, Ring
+from torsh_distributed.comm.algorithms.tree import Doubling, Tree
 from torsh_distributed.errors import InvalidArgument
 
 AUTO = "auto"

@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.backends import operations
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
-from torsh_distributed.comm.backends.short_path import ShortPath
+from torsh_distributed.comm.backends.short_path import ShortPath, factor_of, parse_reduction
 from torsh_distributed.comm.backends.staging import (
     Staged,
     check_count,

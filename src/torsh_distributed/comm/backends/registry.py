@@ -142,7 +142,7 @@ def _register_job_store(torch_rendezvous: Any) -> None:
 
     @functools.wraps(create)
     def create_or_find(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *options: Any) -> object:
-        from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
+        from torsh_distributed.comm.meeting.rendezvous import job_store_url, open_job_store
 
         url = job_store_url(hostname, port)
         if url is not None:

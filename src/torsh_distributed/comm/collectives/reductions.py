@@ -16,6 +16,7 @@ from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.execution import start_all_reduce
 from torsh_distributed.comm.collectives.call import (
     CallOptions,
+    are_checks_enabled,
     check_even_rows,
     check_member,
     check_one_per_rank,
@@ -24,7 +25,6 @@ from torsh_distributed.comm.collectives.call import (
     resolve_group,
     run,
 )
-from torsh_distributed.comm.collectives.matching import are_checks_enabled
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.reduce_op import ReduceOp

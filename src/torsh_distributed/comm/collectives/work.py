@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
-from torsh_distributed.comm.meeting.roll_call import missing_ranks
+from torsh_distributed.comm.meeting.monitored_barrier import missing_ranks
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from torsh_distributed import events
-from torsh_distributed.comm.backends.gloo.connections import Connections
+from torsh_distributed.comm.backends.gloo import Connections
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.torch_internals import _world
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable

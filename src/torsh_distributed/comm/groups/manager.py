@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.backends.gloo.connections import new_connections
-from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
+from torsh_distributed.comm.backends.gloo import new_connections, patient_threads
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds

@@ -20,17 +20,21 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.capabilities import choose_backend
-from torsh_distributed.comm.backends.gloo.connections import new_connections
-from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
+from torsh_distributed.comm.backends.gloo import new_connections, patient_threads
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
-from torsh_distributed.comm.groups.abort import forget_group, forming, remember_connections, taking_down
+from torsh_distributed.comm.groups.abort import (
+    forget_group,
+    forming,
+    remember_connections,
+    taking_down,
+)
 from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_device
-from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
+from torsh_distributed.comm.meeting.store_meeting import wait_for_keys
 from torsh_distributed.comm.torch_internals import _set_pg_timeout
 from torsh_distributed.comm.torch_internals import _world as torch_world
-from torsh_distributed.comm.trust.encrypted_backends import require_encryption
+from torsh_distributed.comm.trust.job_tls import require_encryption
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,

@@ -3,6 +3,11 @@
 Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one verdict for all.
 So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the deadline and by
 name, where c10d alone would hang or time out without saying who.
+
+The store that `torsh run` serves to its workers, and how torch's own `env://` finds it.
+torch would open a TCPStore at MASTER_ADDR:MASTER_PORT, to which anyone may connect. The launcher serves a store that
+asks for the job's secret instead, so the one function of torch that makes such stores is wrapped: for the job's own
+address it opens the launcher's store, for every other address it does what it did.
 """
 
 from __future__ import annotations
@@ -21,16 +26,13 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
-from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import network_identity
-from torsh_distributed.comm.meeting.node_identity import node_identity
-from torsh_distributed.comm.meeting.node_packing import pack_nodes, unpack_nodes
+from torsh_distributed.comm.meeting.node_identity import node_identity, pack_nodes, unpack_nodes
 from torsh_distributed.comm.meeting.software_versions import NodeSoftware, own_software, software_differences
-from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, wait_for_keys
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.store.tcp.tcp_server import tcp_url
-from torsh_distributed.comm.trust.job_secret import job_secret
+from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, job_secret
 from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import (
     CommunicationError,
@@ -41,6 +43,26 @@ from torsh_distributed.errors import (
 )
 from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import retry
+
+
+def job_store_url(host: str, port: int) -> str | None:
+    """Where the launcher serves the store of the job at host:port; None if it serves none there."""
+    url = os.environ.get(STORE_VARIABLE)
+    is_ours = (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return url if url and is_ours else None
+
+
+def open_job_store(url: str, timeout: timedelta, *, retry: RetryConfig | None = None) -> dist.Store:
+    """Connect to the launcher's store; raises if this process does not know the job's secret."""
+    secret = job_secret()
+    if secret is None:
+        raise ConfigurationError(
+            "the job's store asks for a secret that this process does not have",
+            hint="keep TORSH_SECRET_FILE in the environment of processes that join the job",
+            store=url,
+        )
+    return open_store_at(url, timeout_s=timeout.total_seconds(), token=secret.decode(), retry=retry)
+
 
 # Ranks that wait for the verdict give rank 0 this long beyond the deadline to publish it.
 _VERDICT_GRACE_S = 2.0

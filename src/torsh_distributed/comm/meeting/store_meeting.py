@@ -6,12 +6,28 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.errors import CommunicationError, OperationTimeout
+
+
+def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Whether all keys were set in time. A store that is gone raises DistNetworkError.
+
+    Each store reports a timeout in its own way: TCPStore with DistStoreError, ours with TimeoutError, and torch's
+    FileStore with a bare RuntimeError, so that has to count as a timeout too.
+    """
+    try:
+        store.wait(list(keys), timedelta(seconds=max(timeout_s, 0.001)))
+    except dist.DistNetworkError:
+        raise
+    except (RuntimeError, TimeoutError):
+        return False
+    return True
+
 
 _LEAVE_S = 5.0
 _SETTLE_GRACE_S = 2.0

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterable, Set
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (start, end) intervals: overlaps count once, gaps not at all."""
+    total = 0.0
+    reached = float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total
+
 
 OTHER = "other"
 _NOTHING: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torsh_distributed.comm.recording.intervals import covered_s
+from torsh_distributed.comm.recording.span_account import covered_s
 from torsh_distributed.errors import InvalidArgument
 
 _MAX_TRANSFERS = 1000

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: `buffers` allocates it, `rows` exchanges rows through it.
+"""Memory that the ranks of a node share: `buffers` allocates it and exchanges rows through it.
 
-`kept_memory` outlives the ranks.
+`memory_file` maps files of it, also such as outlive the ranks.
 """

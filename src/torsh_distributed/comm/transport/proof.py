@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_secret import is_same_machine
 from torsh_distributed.comm.trust.job_tls import JobTls, find_tls
-from torsh_distributed.comm.trust.socket_peers import is_same_machine
 
 if TYPE_CHECKING:
     import ssl

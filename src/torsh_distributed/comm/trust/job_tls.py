@@ -26,6 +26,7 @@ from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, Io
 if TYPE_CHECKING:
     import ssl
 
+
 CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE = "TORSH_TLS_CERT", "TORSH_TLS_KEY", "TORSH_TLS_CA"
 _OPENSSL_TIMEOUT_S = 30.0
 _DAYS = "30"
@@ -167,3 +168,25 @@ def _unusable(tls: JobTls, error: Exception) -> IoError:
         certificate=str(tls.certificate),
         key=str(tls.key),
     )
+
+
+_ENCRYPTED = ("torsh", "shm")
+"""torsh encrypts between nodes, shm does not leave one."""
+
+
+def require_encryption(backend: str) -> None:
+    """Raise FeatureNotAvailable if the job is under TLS and this backend would send in the clear between its nodes."""
+    if find_tls() is None:
+        return
+    plain = [name for part in backend.split(",") if (name := part.split(":")[-1].strip()) not in _ENCRYPTED]
+    if plain:
+        raise FeatureNotAvailable(
+            f"this job is under TLS, and {' and '.join(plain)} cannot encrypt what goes between nodes",
+            hint="use backend='torsh', or leave out --tls and encrypt the network itself (WireGuard, IPsec)",
+            backend=backend,
+        )
+
+
+def background_backend() -> str:
+    """The backend for small groups beside training: gloo, whose threads wait for nobody; torsh where gloo is plain."""
+    return "gloo" if find_tls() is None else "torsh"

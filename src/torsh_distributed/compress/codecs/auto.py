@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.comm.measurement.network import NetworkProfiler
+from torsh_distributed.comm.measurement import NetworkProfiler
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.errors import InvalidArgument

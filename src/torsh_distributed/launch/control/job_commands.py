@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.comm.trust.socket_peers import peer_process
+from torsh_distributed.comm.trust.job_secret import peer_process
 from torsh_distributed.errors import CommunicationError, ConfigurationError, JobNotFound, OperationTimeout
 from torsh_distributed.launch.local.loop import Loop
 

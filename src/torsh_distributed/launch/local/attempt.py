@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
+from torsh_distributed.comm.shared_memory.memory_file import KEPT_MEMORY_VARIABLE
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import (

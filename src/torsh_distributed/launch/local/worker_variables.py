@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.comm.meeting.network_interface import interface_variables
-from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
+from torsh_distributed.comm.shared_memory.memory_file import KEPT_MEMORY_VARIABLE
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.comm.trust.job_tls import (
     AUTHORITY_VARIABLE,

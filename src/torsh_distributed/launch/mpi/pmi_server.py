@@ -13,7 +13,7 @@ import socket
 import threading
 from typing import Self
 
-from torsh_distributed.comm.trust.socket_peers import peer_uid
+from torsh_distributed.comm.trust.job_secret import peer_uid
 
 _READ_BYTES = 65536
 _CLOSE_TIMEOUT_S = 5.0

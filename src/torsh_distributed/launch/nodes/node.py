@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
-from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
+from torsh_distributed.comm.shared_memory.memory_file import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.leaving_watch import LeavingWatch

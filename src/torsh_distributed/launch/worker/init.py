@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed import known_variables
-from torsh_distributed.comm.collectives.matching import enable_checks
+from torsh_distributed.comm.collectives.call import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment

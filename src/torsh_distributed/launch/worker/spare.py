@@ -85,7 +85,7 @@ def main() -> None:
 
 def _accept(listener: socket.socket) -> socket.socket | None:
     """A client that was told that torch is there; None if it is another user's."""
-    from torsh_distributed.comm.trust.socket_peers import peer_uid
+    from torsh_distributed.comm.trust.job_secret import peer_uid
 
     client, _ = listener.accept()
     if peer_uid(client) != os.geteuid():

@@ -11,7 +11,7 @@ from torch.optim import Adagrad, Adam, Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam
 
 
 def _refuse_amsgrad(amsgrad: bool, name: str) -> None:

@@ -1,5 +1,5 @@
 """Rules over the metrics of a job, and what is done when one fires.
 
-`alert_rules` says what a rule is and reads TOML, `alert_manager` evaluates rules, `alert_actions` tells people,
-`alert_queue` does so from a thread of its own, `prometheus_rules` writes the same rules for Prometheus.
+`alert_rules` says what a rule is, reads TOML and writes rules of Prometheus, `alert_manager` evaluates them,
+`alert_actions` tells people, `alert_queue` does so from a thread of its own.
 """

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torsh_distributed.observe.alerts.alert_rules import OPERATORS, AlertRule, AlertSeverity, ConditionKind
-from torsh_distributed.observe.anomalies.detectors import robust_spread
+from torsh_distributed.observe.anomalies import robust_spread
 from torsh_distributed.observe.export.base import ExportedValue, exported_values
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, ValueKey

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torsh_distributed.observe.anomalies.detectors import robust_spread
+from torsh_distributed.observe.anomalies import robust_spread
 from torsh_distributed.observe.job.job_view import CurvePoint, JobView
 
 _LEAST_POINTS = 20

@@ -1,1 +1,1 @@
-"""Why a run is slow: `step_times` adds up, `arrivals` compares ranks, `bottleneck` judges, `recommendation` advises."""
+"""Why a run is slow: `step_times` adds up and compares ranks, `bottleneck` judges, `recommendation` advises."""

@@ -9,10 +9,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.observe.bottlenecks.arrivals import Arrivals, arrivals, relative_error
-from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, mean_parts, step_times
-from torsh_distributed.observe.trace.event_files import RecordedRun, read_run
-from torsh_distributed.observe.trace.rank_clocks import align_clocks
+from torsh_distributed.observe.bottlenecks.step_times import (
+    Arrivals,
+    RecordedStep,
+    arrivals,
+    mean_parts,
+    relative_error,
+    step_times,
+)
+from torsh_distributed.observe.trace.event_files import RecordedRun, align_clocks, read_run
 from torsh_distributed.observe.trace.timeline import slices_of
 
 _WORTH_TELLING = 0.1

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torsh_distributed.observe.bottlenecks.arrivals import CLEARLY_LATE_S, Arrivals
 from torsh_distributed.observe.bottlenecks.bottleneck import RunAnalysis, with_bottlenecks, with_split_waits
 from torsh_distributed.observe.bottlenecks.recommendation import recommend
-from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, mean_parts
+from torsh_distributed.observe.bottlenecks.step_times import CLEARLY_LATE_S, Arrivals, RecordedStep, mean_parts
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import RankView
 from torsh_distributed.observe.metrics.step_record import StepRecord

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, BottleneckType, RunAnalysis
-from torsh_distributed.observe.loops.loader_workers import LOADER_WORKERS_VARIABLE
+from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE
 
 _SMALL_BYTES = 1 << 20
 _MANY_OPERATIONS = 8

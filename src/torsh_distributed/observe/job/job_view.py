@@ -9,15 +9,49 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
-from torsh_distributed.observe.job.thinned_series import ThinnedSeries
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
 from torsh_distributed.observe.metrics.step_record import StepRecord
+
+T = TypeVar("T")
+
+
+class ThinnedSeries(Generic[T]):
+    """At most `capacity` points that cover the whole series evenly, and always the newest."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._num_added = 0
+        self._points: list[T] = []
+        self._newest: T | None = None
+
+    def add(self, point: T) -> None:
+        """Add the next point."""
+        if self._num_added % self._stride == 0:
+            self._points.append(point)
+        self._num_added += 1
+        self._newest = point
+        if len(self._points) > self._capacity:
+            self._points = self._points[::2]
+            self._stride *= 2
+
+    @property
+    def num_added(self) -> int:
+        """Points added so far."""
+        return self._num_added
+
+    def points(self) -> Sequence[T]:
+        """Oldest first, the newest last."""
+        if self._newest is None or (self._points and self._points[-1] is self._newest):
+            return tuple(self._points)
+        return (*self._points, self._newest)
+
 
 MAX_RANKS = 8192
 MAX_INCIDENTS = 500

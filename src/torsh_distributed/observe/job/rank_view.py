@@ -22,8 +22,7 @@ from torsh_distributed.observe.metrics.catalogue import (
 )
 from torsh_distributed.observe.metrics.rank_collector import MAX_STEPS_A_SUMMARY
 from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
-from torsh_distributed.observe.metrics.step_record import StepRecord, unpack_steps
-from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
+from torsh_distributed.observe.metrics.step_record import MAX_TIMELINE_SPANS, StepRecord, unpack_steps
 
 STEPS_KEPT = 200
 SPLIT_STEPS_KEPT = 20

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.events import step_notes
-from torsh_distributed.observe.loops.device_peaks import known_peak
+from torsh_distributed.observe.loops.counted_operations import known_peak
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,87 @@ from typing import Any
 from torsh_distributed import events
 from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.after_import import AfterImport
-from torsh_distributed.observe.loops.batch_waits import BatchWaits
 from torsh_distributed.observe.loops.model_watch import Counted, ModelWatch
-from torsh_distributed.observe.loops.step_sampling import StepSampling
 from torsh_distributed.upward import ENGINE
+
+_DETAIL_S = 0.35e-3
+"""What it costs to see the forward, the backward and the loss of a step, measured between the operations of a model."""
+_SHARE = 0.0005
+_LONGEST = 256
+_FIRST_STEPS = 4
+"""The model is found in the second one; the first ones allocate and compile."""
+
+
+class StepSampling:
+    """A step in so many that looking costs a twentieth of a per cent: of steps of 700 ms all, of 30 ms each 32nd.
+
+    The interval is a power of two and steps are chosen by their number, so ranks choose the same ones without talking.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._usual_s: float | None = None
+
+    def add(self, step: int, now_s: float) -> None:
+        """That step ended now; steps between two calls count by their mean."""
+        if self._last is not None and step > self._last[0]:
+            self._usual_s = (now_s - self._last[1]) / (step - self._last[0])
+        self._last = (step, now_s)
+
+    @property
+    def interval(self) -> int:
+        """One step of how many is looked at."""
+        interval = 1
+        while self._usual_s is not None and interval < _LONGEST and interval * _SHARE * self._usual_s < _DETAIL_S:
+            interval *= 2
+        return interval
+
+    def next_step(self, step: int) -> int:
+        """The next one after `step` that is looked at."""
+        interval = self.interval if step >= _FIRST_STEPS else 1
+        # Soon after a power of ten as well: operations are counted there.
+        counted = 1
+        while counted + 1 <= step:
+            counted *= 10
+        return min((step // interval + 1) * interval, counted + 1)
+
+
+_LOADER = "torch.utils.data.dataloader"
+
+
+class BatchWaits:
+    """Times `next()` on the iterators of every DataLoader of this process, as the phase `data`."""
+
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._next: Callable[[Any], Any] | None = None
+        self._later: AfterImport | None = None
+
+    def install(self) -> None:
+        """Time them from now on, or from the moment on when torch's loader is imported."""
+        self._later = AfterImport(_LOADER, self._wrap)
+
+    def _wrap(self, module: Any) -> None:
+        kind = module._BaseDataLoaderIter
+        original: Callable[[Any], Any] = kind.__next__
+
+        def timed(iterator: Any) -> Any:
+            started_s, cpu_s = time.monotonic(), time.thread_time()
+            item = original(iterator)
+            step_notes.note_phase("data", started_s, time.monotonic(), (cpu_s, time.thread_time()))
+            return item
+
+        self._kind, self._next = kind, original
+        kind.__next__ = timed
+
+    def remove(self) -> None:
+        """Let torch's own method be called again."""
+        if self._later is not None:
+            self._later.cancel()
+        kind, self._kind = self._kind, None
+        if kind is not None:
+            kind.__next__ = self._next
+
 
 _OPTIMIZERS = "torch.optim.optimizer"
 _active: dict[int, OptimizerSteps] = {}

@@ -15,12 +15,10 @@ from typing import Any, Self
 
 from torsh_distributed import events
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
-from torsh_distributed.comm.recording.intervals import covered_s
-from torsh_distributed.comm.recording.span_account import StepSpans
+from torsh_distributed.comm.recording.span_account import StepSpans, covered_s
 from torsh_distributed.events import step_notes
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
-from torsh_distributed.observe.metrics.step_record import StepRecord
-from torsh_distributed.observe.metrics.training_spans import RunDelay, TrainingSpans
+from torsh_distributed.observe.metrics.step_record import RunDelay, StepRecord, TrainingSpans
 
 MAX_PENDING_EVENTS = 50_000
 MAX_STEPS_A_SUMMARY = 400

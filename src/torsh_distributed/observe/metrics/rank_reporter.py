@@ -13,8 +13,7 @@ from typing import Any
 
 from torsh_distributed import events, known_variables
 from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
-from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
-from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
+from torsh_distributed.observe.metrics.machine_sensors import MachineSensors, ProcessSensors
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Send
 from torsh_distributed.observe.metrics.step_record import pack_steps

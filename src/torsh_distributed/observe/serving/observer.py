@@ -21,15 +21,14 @@ from torsh_distributed.observe.alerts.alert_actions import AlertAction, LogAlert
 from torsh_distributed.observe.alerts.alert_manager import Alert, AlertManager
 from torsh_distributed.observe.alerts.alert_queue import AlertQueue
 from torsh_distributed.observe.alerts.alert_rules import AlertRule, read_rules
-from torsh_distributed.observe.anomalies.anomaly_watch import AnomalyWatch
+from torsh_distributed.observe.anomalies import AnomalyWatch
 from torsh_distributed.observe.export.base import Exporter
 from torsh_distributed.observe.export.prometheus_text import job_registry, render
 from torsh_distributed.observe.export.registry import make_exporter
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.page.html_report import write_report
-from torsh_distributed.observe.page.page_feed import PageFeed
-from torsh_distributed.observe.page.page_routes import page_routes
+from torsh_distributed.observe.page.page_routes import PageFeed, page_routes
 from torsh_distributed.observe.serving.guarded_server import GuardedServer, PageAnswer, PageRequest, Route, needs_token
 from torsh_distributed.observe.settings import ObserveSettings
 

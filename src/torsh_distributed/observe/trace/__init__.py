@@ -1,1 +1,1 @@
-"""One timeline of all ranks: `event_files` reads, `rank_clocks` aligns, `timeline` draws, `trace_file` writes."""
+"""One timeline of all ranks: `event_files` reads and aligns clocks, `timeline` draws, `trace_file` writes."""

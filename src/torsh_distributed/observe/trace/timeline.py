@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_distributed.observe.trace.event_files import Record, RecordedRun
-from torsh_distributed.observe.trace.rank_clocks import RankClocks
+from torsh_distributed.observe.trace.event_files import RankClocks, Record, RecordedRun
 
 LAUNCHER = -1
 TRACKS = ("steps", "phases", "collectives", "waits", "buckets", "checkpoints", "other")

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.observe.trace.event_files import RecordedRun, read_run
-from torsh_distributed.observe.trace.rank_clocks import RankClocks, align_clocks
+from torsh_distributed.observe.trace.event_files import RankClocks, RecordedRun, align_clocks, read_run
 from torsh_distributed.observe.trace.timeline import LAUNCHER, TRACKS, TraceSlice, links, slices_of
 
 DEFAULT_LIMIT_MB = 200.0

@@ -15,13 +15,11 @@ from torch import nn
 from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import compile_and_checkpoint
-from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
-from torsh_distributed.parallel.composed.split_check import SplitCheck
+from torsh_distributed.parallel.composed.split_check import SplitCheck, sequence_edges
 from torsh_distributed.parallel.composed.split_model import Composed, Context, SequenceContext
-from torsh_distributed.parallel.composed.split_weights import SplitWeights
-from torsh_distributed.parallel.composed.stage_average import StageAverage
-from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
+from torsh_distributed.parallel.composed.split_state import SplitWeights
+from torsh_distributed.parallel.composed.stage_shards import StageAverage, StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.context.context_check import AttentionFacts, check_context
 from torsh_distributed.parallel.context.context_parallel import require_positions
@@ -31,13 +29,16 @@ from torsh_distributed.parallel.data.replicated_params import broadcast_from_fir
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.placed_experts import spread_names
-from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts, spread_on_meta
-from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
+from torsh_distributed.parallel.expert.spreading import (
+    StagedAuxiliaryLoss,
+    expert_sharding,
+    spread_experts,
+    spread_on_meta,
+)
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, MESH_ORDER
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
-from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs
-from torsh_distributed.parallel.models.passing_values import passing_values
+from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs, passing_values
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank

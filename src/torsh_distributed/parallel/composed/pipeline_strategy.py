@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.composed.split_model import SequenceContext, SplitModel
-from torsh_distributed.parallel.composed.stage_average import StageAverage
-from torsh_distributed.parallel.composed.stage_shards import StageShards
+from torsh_distributed.parallel.composed.stage_shards import StageAverage, StageShards
 from torsh_distributed.parallel.expert.expert_strategy import balance_load
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.label_share import LabelRule, own_loss

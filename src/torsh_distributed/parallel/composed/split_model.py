@@ -16,11 +16,15 @@ from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.composed.split_state import ModelSplit
 from torsh_distributed.parallel.expert.stacked_experts import spread_params
 from torsh_distributed.parallel.local_tensors import whole_of
-from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, MESH_ORDER
-from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
+from torsh_distributed.parallel.mesh.mesh_reduction import (
+    HeldGradients,
+    MeshStrategy,
+    clip_to_norm,
+    grad_norm,
+    mean_over,
+)
 from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.parallel.expert.choose import ExpertParts
 from torsh_distributed.parallel.expert.stacked_experts import (
     ExpertOwner,
     check_stacked,
@@ -23,10 +24,44 @@ from torsh_distributed.parallel.expert.stacked_experts import (
     expert_runs,
     gather_stack,
 )
-from torsh_distributed.parallel.state.held_tensors import DimRun
-from torsh_distributed.parallel.state.owner_values import sent_by, values_of_owners
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.state.held_tensors import DimRun, sent_by, values_of_owners
 from torsh_distributed.parallel.state.whole_state import StateParts, part_of, plain_name, whole
-from torsh_distributed.parallel.tensor.cut import TensorCut
+from torsh_distributed.parallel.tensor import param_cuts
+from torsh_distributed.parallel.tensor.split_params import TensorCut, bounds
+from torsh_distributed.parallel.weights.model_weights import Rows
+
+
+class SplitWeights(ExpertParts):
+    """The pieces along `tp` and the experts along `ep`; construct it once the model is split."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        super().__init__(model)
+        group = mesh.group("tp")
+        self._rank, self._size = group.rank(), group.size()
+        found = {} if self._size == 1 else param_cuts(model)
+        self._cuts = {plain_name(name): cut for name, cut in found.items()}
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> Rows | None:
+        cut = self._cuts.get(name)
+        if cut is None:
+            return super().runs(name, shape)
+        if cut.dim != 0:
+            return None
+        found, begin = [], 0
+        for length in cut.sections or (shape[0],):
+            start, stop = bounds(length, rank=self._rank, size=self._size)
+            found.append((begin + start, begin + stop))
+            begin += length
+        return found
+
+    @override
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        cut = self._cuts.get(name)
+        if cut is None:
+            return super().piece(name, whole)
+        return cut.part(whole, rank=self._rank, size=self._size)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.errors import TensorShapeMismatch
-from torsh_distributed.parallel.context.position_mask import PositionMask
+from torsh_distributed.parallel.context.positions import PositionMask
 
 
 def heads_attention(

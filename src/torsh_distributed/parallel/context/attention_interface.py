@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.parallel.context.attention_heads import heads_attention
 from torsh_distributed.parallel.context.attention_ring import ring_attention
-from torsh_distributed.parallel.context.form import Form, choose_form
-from torsh_distributed.parallel.context.position_mask import PositionMask, holds_tensors
+from torsh_distributed.parallel.context.positions import Form, PositionMask, choose_form, holds_tensors
 
 AttentionFn = Callable[..., tuple[Tensor, None]]
 MaskFn = Callable[..., Any]

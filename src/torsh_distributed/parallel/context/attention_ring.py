@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.point_to_point import irecv, isend
 from torsh_distributed.comm.collectives.work import Work
-from torsh_distributed.parallel.context.order import chunks_of
-from torsh_distributed.parallel.context.position_mask import PositionMask
+from torsh_distributed.parallel.context.positions import PositionMask, chunks_of
 
 
 def ring_attention(

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torsh_distributed.errors import ConfigurationError, TorshError
 from torsh_distributed.parallel.context import attention_interface
 from torsh_distributed.parallel.context.attention_interface import configs_of, implementing, mask_rule, require_known
-from torsh_distributed.parallel.context.form import Form
+from torsh_distributed.parallel.context.positions import Form
 from torsh_distributed.parallel.models.anatomy import ModelAnatomy, anatomy_of
 from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs, takes, takes_any
 from torsh_distributed.parallel.models.label_share import shifts_labels

@@ -18,9 +18,13 @@ from typing_extensions import override
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, TensorShapeMismatch
 from torsh_distributed.parallel.context.attention_heads import heads_attention
 from torsh_distributed.parallel.context.attention_ring import ring_attention
-from torsh_distributed.parallel.context.form import Form, choose_form
-from torsh_distributed.parallel.context.order import positions_of, take_positions
-from torsh_distributed.parallel.context.position_mask import PositionMask
+from torsh_distributed.parallel.context.positions import (
+    Form,
+    PositionMask,
+    choose_form,
+    positions_of,
+    take_positions,
+)
 from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.models.structure import is_position_table
 

@@ -14,8 +14,7 @@ from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, Tenso
 from torsh_distributed.parallel.context import attention_interface
 from torsh_distributed.parallel.context.attention_interface import SplitAttention, configs_of, implementing
 from torsh_distributed.parallel.context.context_check import AttentionFacts
-from torsh_distributed.parallel.context.form import Form
-from torsh_distributed.parallel.context.order import take_positions
+from torsh_distributed.parallel.context.positions import Form, take_positions
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes
 from torsh_distributed.parallel.models.label_share import LabelRule, require_labels, shifted, shifts_labels
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,13 +16,51 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
-from torsh_distributed.parallel.data.unused_params import has_unused_params
-from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
-from torsh_distributed.parallel.mesh.mean import mean_over
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.mesh.mesh_reduction import HeldGradients, clip_to_norm, grad_norm, mean_over
+from torsh_distributed.parallel.optim import CpuAdam
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import CompressConfig, DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
+
+_log = logging.getLogger(__name__)
+
+_NUM_SHOWN = 3
+
+
+def has_unused_params(loss: Tensor, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> bool:
+    """Whether on any rank the graph of `loss` leaves a parameter out; every rank of the group calls this."""
+    used = _params_behind(loss)
+    mine = [] if used is None else [name for name, param in params.items() if id(param) not in used]
+    found = next(filter(None, all_gather_object(mine[: _NUM_SHOWN + 1], group=group)), None)
+    if found is not None and dist.get_rank() == 0:
+        more = ", …" if len(found) > _NUM_SHOWN else ""
+        _log.warning(
+            "the loss does not depend on %s%s: gradients are searched for in every step, as by"
+            " ddp.find_unused_parameters; freeze what is not trained (requires_grad_(False)) to save that",
+            ", ".join(found[:_NUM_SHOWN]),
+            more,
+        )
+    return found is not None
+
+
+def _params_behind(loss: Tensor) -> set[int] | None:
+    """The ids of the parameters in the graph of `loss`; None where a part of it is computed only in backward."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            return None
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        waiting.extend(before for before, _ in node.next_functions)
+    return found
+
 
 _NUMEL_TO_DIVIDE = 1 << 20
 """From about here on, reading half of the gradients and a sum in shared memory is faster than reading all of them."""

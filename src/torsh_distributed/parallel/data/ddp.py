@@ -20,10 +20,8 @@ from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.data.bucket_clock import OverlapStats
+from torsh_distributed.parallel.data.bucket_clock import OverlapStats, auto_bucket
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
-from torsh_distributed.parallel.data.bucket_size import auto_bucket
-from torsh_distributed.parallel.data.gradient_check import GradientDifference, gradient_differences
 from torsh_distributed.parallel.data.gradient_sync import (
     BucketInfo,
     BucketOutcomes,
@@ -32,6 +30,7 @@ from torsh_distributed.parallel.data.gradient_sync import (
     average_bucket,
     gradients_held,
 )
+from torsh_distributed.parallel.data.replicated_params import GradientDifference, gradient_differences
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import CompressConfig, DdpConfig

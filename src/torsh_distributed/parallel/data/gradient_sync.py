@@ -24,8 +24,7 @@ from torsh_distributed.compress.messages.compressed_gradient import DENSE
 from torsh_distributed.errors import CommunicationError, InvalidArgument, TensorShapeMismatch, TorshError
 from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.data.bucket_clock import BucketClock
-from torsh_distributed.parallel.data.bucket_reduction import Reduce
-from torsh_distributed.parallel.data.shared_buckets import SharedBuckets
+from torsh_distributed.parallel.data.bucket_reduction import Reduce, SharedBuckets
 from torsh_distributed.parallel.torch_internals import _current_graph_task_id
 
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0

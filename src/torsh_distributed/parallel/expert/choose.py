@@ -5,19 +5,23 @@ The rules are in `plan/compatibility/expert_rules.py`; here they are asked for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.expert.placed_experts import placed_experts, spread_names
+from torsh_distributed.parallel.expert.spreading import spread_on_meta
+from torsh_distributed.parallel.expert.stacked_experts import cut_stack, expert_runs, spread_params
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.models.wrapping import ignored_modules
 from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.weights.model_weights import HeldParts, ModelWeights, Rows
 from torsh_distributed.plan import ExpertConfig, Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.plan.compatibility.expert_rules import layer_clashes
@@ -116,3 +120,33 @@ def _refuse_without_experts(plan: Plan, *, has_experts: bool) -> None:
             hint="put a MoELayer into the model, or leave it out of the plan",
             key=what.split()[0],
         )
+
+
+class ExpertParts(HeldParts):
+    """The experts along `ep`; construct it once they are spread. Everything else is held whole or as shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = {name: owner for name, (owner, _) in spread_params(model).items()}
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> Rows | None:
+        owner = self._owners.get(name)
+        if owner is None:
+            return super().runs(name, shape)
+        return [(run.whole, run.whole + run.length) for run in expert_runs(owner)]
+
+    @override
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        owner = self._owners.get(name)
+        return whole if owner is None else cut_stack(whole, owner)
+
+
+def load_spread(model: nn.Module, plan: Plan, weights: ModelWeights) -> None:
+    """Spread the experts of a model on meta over `mesh.ep`, then fill this rank's; every rank calls this.
+
+    Raises ConfigurationError if the plan does not fit the model, before anything is changed.
+    """
+    check_experts(model, plan)
+    spread_on_meta(model, Mesh(plan.mesh, device_type=weights.device.type))
+    weights.allocate(model)
+    weights.load(model, ExpertParts(model))

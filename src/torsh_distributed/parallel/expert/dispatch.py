@@ -18,7 +18,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.moves import all_to_all_single
-from torsh_distributed.comm.shared_memory.rows import gather_to_all, sum_from_all, takes_rows
+from torsh_distributed.comm.shared_memory.buffers import gather_to_all, sum_from_all, takes_rows
 
 
 @dataclass(frozen=True)

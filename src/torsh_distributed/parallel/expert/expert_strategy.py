@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.comm.recording.intervals import covered_s
+from torsh_distributed.comm.recording.span_account import covered_s
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel
@@ -31,9 +31,9 @@ from torsh_distributed.parallel.expert.stacked_experts import (
     gather_state,
     spread_params,
 )
-from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.mesh.mesh_reduction import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, cut_form

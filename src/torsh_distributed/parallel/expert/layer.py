@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.agreement import require_same
-from torsh_distributed.comm.shared_memory.rows import new_rows, takes_rows
+from torsh_distributed.comm.shared_memory.buffers import new_rows, takes_rows
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.compiling import outside_graphs
 from torsh_distributed.parallel.expert.balancing.lending import Lending, Stacks, lend

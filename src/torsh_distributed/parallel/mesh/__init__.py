@@ -1,4 +1,4 @@
-"""The mesh: `layout` is arithmetic, `mesh` owns the groups; `mean` and `grad_norm` reduce over its axes."""
+"""The mesh: `layout` is arithmetic, `mesh` owns the groups; `mesh_reduction` reduces over its axes."""
 
 from torsh_distributed.lazy import exports as _exports
 

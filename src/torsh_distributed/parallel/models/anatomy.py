@@ -15,8 +15,8 @@ from torch import nn
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.models import structure
-from torsh_distributed.parallel.models.blocks import block_lists
 from torsh_distributed.parallel.models.structural_plan import structural_plan
+from torsh_distributed.parallel.models.wrapping import block_lists
 from torsh_distributed.plan.problems import did_you_mean
 
 Flows = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]

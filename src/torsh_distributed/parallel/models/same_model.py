@@ -11,6 +11,14 @@ from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import TensorShapeMismatch
 
+
+def user_class(model: nn.Module) -> type[nn.Module]:
+    """The user's own class: FSDP2 gives a sharded model a class derived from it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule) and issubclass(one, nn.Module))
+
+
 _ABSENT = "not there"
 
 

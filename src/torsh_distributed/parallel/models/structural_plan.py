@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torsh_distributed.parallel.models import structure
-from torsh_distributed.parallel.models.blocks import block_lists
+from torsh_distributed.parallel.models.wrapping import block_lists
 
 _INNER_WIDTHS = ("embed_dim", "hidden_size", "d_model", "dim", "hidden_dim", "inner_dim", "all_head_size", "split_size")
 """Attributes in which attention modules keep the width of all heads; code that uses one expects all heads."""

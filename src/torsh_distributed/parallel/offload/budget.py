@@ -11,8 +11,14 @@ from torch import Tensor
 from torsh_distributed.errors import MemoryAllocationFailed
 from torsh_distributed.parallel.offload.paging.units import Unit
 from torsh_distributed.parallel.offload.storage.forms import BF16, FORMS, FP32, Form, Role, plain_form
-from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, cut, max_numel
-from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
+from torsh_distributed.parallel.offload.storage.tiered_storage import (
+    Slot,
+    StatePiece,
+    StoredArray,
+    TieredStorage,
+    cut,
+    max_numel,
+)
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier, MemoryBudget
 from torsh_distributed.plan.sections.offload import OffloadConfig
 

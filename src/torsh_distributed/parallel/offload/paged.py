@@ -19,8 +19,7 @@ from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
-from torsh_distributed.parallel.host_value import HostValue
-from torsh_distributed.parallel.mesh.mean import mean_over
+from torsh_distributed.parallel.mesh.mesh_reduction import HostValue, mean_over
 from torsh_distributed.parallel.offload.budget import (
     GB,
     OffloadRules,
@@ -34,15 +33,13 @@ from torsh_distributed.parallel.offload.budget import (
     workspace_bytes,
 )
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats
-from torsh_distributed.parallel.offload.paging.forecast import Forecast
-from torsh_distributed.parallel.offload.paging.hooks import PagingHooks
-from torsh_distributed.parallel.offload.paging.module_state import ModuleState
-from torsh_distributed.parallel.offload.paging.pager import Pager
+from torsh_distributed.parallel.offload.paging.module_state import ModuleState, PagingHooks
+from torsh_distributed.parallel.offload.paging.pager import Forecast, Pager
 from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
 from torsh_distributed.parallel.offload.paging.unit_gradients import UnitGradients
 from torsh_distributed.parallel.offload.paging.units import Unit, build_units
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.storage.pieces import StatePiece
+from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
 from torsh_distributed.parallel.offload.update.targets import UnitTarget

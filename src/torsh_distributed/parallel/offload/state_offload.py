@@ -14,13 +14,16 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.budget import GB, make_storage, place_state, workspace_bytes
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats
+from torsh_distributed.parallel.offload.paged import PagedDataParallel
 from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
 from torsh_distributed.parallel.offload.storage.forms import FORMS
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.storage.pieces import StatePiece, cut, max_numel, write
+from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece, cut, max_numel, write
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
 from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place
+from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.plan import Plan
 from torsh_distributed.plan.sections.offload import OffloadConfig
 
 
@@ -107,3 +110,18 @@ class StateOffload:
             everything += pieces
         self._storage.host.budget.charge(workspace_bytes(everything), "room to decode pieces in")
         return targets
+
+
+def paged_strategy(model: nn.Module, plan: Plan) -> PagedDataParallel:
+    """Replicas (or one process) with parameters and gradients off the device, for a plan that pages its model."""
+    assert plan.mesh.dp == plan.mesh.data_degree, "Plan.validate refuses other axes"
+    return PagedDataParallel(model, plan.offload, plan.distributed, broadcast_buffers=plan.ddp.broadcast_buffers)
+
+
+def offloaded_optimizer(strategy: Strategy, optimizer: Optimizer, plan: Plan) -> Optimizer:
+    """The optimizer to train with: the one given, or one whose state is where the plan wants it."""
+    if not plan.offload.enabled:
+        return optimizer
+    if isinstance(strategy, PagedDataParallel):
+        return strategy.offload_optimizer(optimizer)
+    return StateOffload(strategy.unwrapped, optimizer, plan.offload).optimizer

@@ -20,7 +20,7 @@ from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes, without_cache
 from torsh_distributed.parallel.models.label_share import own_loss, require_labels, shifts_labels
 from torsh_distributed.parallel.models.probing import probing
-from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
+from torsh_distributed.parallel.pipeline.forward import TiedGradients, run_stages, share_output
 from torsh_distributed.parallel.pipeline.microbatches import numbers, padded, rows_in, shapes_of
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
@@ -31,7 +31,6 @@ from torsh_distributed.parallel.pipeline.schedule import (
     stages_of_rank,
 )
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
-from torsh_distributed.parallel.pipeline.tied import TiedGradients
 from torsh_distributed.parallel.pipeline.timed_stage import ActionRecorder, TimedStage
 from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
 from torsh_distributed.plan.sections.mesh import PipelineConfig

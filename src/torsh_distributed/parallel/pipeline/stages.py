@@ -17,13 +17,17 @@ from torch import Tensor, fx, nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.anatomy import anatomy_of, is_from_transformers
 from torsh_distributed.parallel.models.example_inputs import example_inputs
-from torsh_distributed.parallel.pipeline.costs import chain_costs, count_parameters, estimate_work, measure_time
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
-from torsh_distributed.parallel.pipeline.layer_partition import partition
+from torsh_distributed.parallel.pipeline.layer_partition import (
+    chain_costs,
+    count_parameters,
+    estimate_work,
+    measure_time,
+    partition,
+)
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain, find_chain
-from torsh_distributed.parallel.pipeline.untraced.stage_check import check_stages
-from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage
+from torsh_distributed.parallel.pipeline.untraced.stage_clone import UntracedStage, check_stages
 
 _log = logging.getLogger(__name__)
 

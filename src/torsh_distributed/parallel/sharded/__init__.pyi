@@ -1,3 +1,3 @@
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel as FullyShardedDataParallel
-from torsh_distributed.parallel.sharded.shard_records import MemoryStats as MemoryStats
-from torsh_distributed.parallel.sharded.shard_records import ShardInfo as ShardInfo
+from torsh_distributed.parallel.sharded.shared_shards import MemoryStats as MemoryStats
+from torsh_distributed.parallel.sharded.shared_shards import ShardInfo as ShardInfo

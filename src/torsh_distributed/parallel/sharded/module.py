@@ -23,9 +23,9 @@ from torsh_distributed.compress.compressor_state import stream_of
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.ddp import sparse_modules
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
-from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.mesh.mesh_reduction import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.models.wrapping import WrapFn, ignored_modules, pieces_of
@@ -37,13 +37,18 @@ from torsh_distributed.parallel.sharded.compression import (
     check_method,
     replica_average,
 )
-from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardInfo, local_part, storage_bytes
-from torsh_distributed.parallel.sharded.shared_shards import place_shards, share_shards
+from torsh_distributed.parallel.sharded.shared_shards import (
+    MemoryStats,
+    ShardInfo,
+    local_part,
+    place_shards,
+    share_shards,
+    storage_bytes,
+)
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.torch_internals import _BatchNorm
-from torsh_distributed.parallel.weights.held_parts import HeldParts
-from torsh_distributed.parallel.weights.model_weights import ModelWeights
+from torsh_distributed.parallel.weights.model_weights import HeldParts, ModelWeights
 from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.data import FsdpConfig
 from torsh_distributed.plan.sections.mesh import MeshConfig

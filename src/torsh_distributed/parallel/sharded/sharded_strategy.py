@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.parallel.mesh.mean import mean_over
-from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
+from torsh_distributed.parallel.mesh.mesh_reduction import MeshStrategy, mean_over
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, shard_form

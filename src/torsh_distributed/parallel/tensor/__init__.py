@@ -2,13 +2,11 @@
 
 from torsh_distributed.parallel.tensor.apply import tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
-from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.embedding import ParallelEmbedding
 from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
-from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule, SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
-from torsh_distributed.parallel.tensor.split_params import cut_lengths, param_cuts
+from torsh_distributed.parallel.tensor.split_params import TensorCut, cut_lengths, param_cuts
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,33 +1,64 @@
-"""Applies tensor parallelism to a model, in place."""
+"""Applies tensor parallelism to a model, in place.
+
+Lets DTensor run CPU attention split by heads: torch registers the rules for CUDA kernels only.
+Dropped once torch has a rule for `_scaled_dot_product_flash_attention_for_cpu` itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.random_streams import draw_by_piece, draws_numbers, end_local_stream, share_random_state
 from torsh_distributed.parallel.tensor import adapted
+from torsh_distributed.parallel.tensor.adapted import work_on_sequence
 from torsh_distributed.parallel.tensor.embedding import NarrowEmbedding, ParallelEmbedding
-from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
 from torsh_distributed.parallel.tensor.layers import (
     Activation,
     ColumnParallelLinear,
     RowParallelLinear,
     keeps_logits_split,
 )
-from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
-from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule, SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
-from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.parallel.tensor.split_params import replicate_param, split_param
 from torsh_distributed.plan.sections.mesh import TensorConfig
+
+_SPLITS = (Replicate(), Shard(0), Shard(1))
+"""Attention mixes neither samples (dim 0) nor heads (dim 1)."""
+
+
+@cache
+def register_cpu_attention() -> None:
+    """Tell DTensor how the CPU attention kernels may be split: whole, by sample or by head. Once per process."""
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    @register_sharding(forward)  # type: ignore[untyped-decorator]  # untyped in torch
+    def _forward(*_: Any, attn_mask: Any = None, **__: Any) -> list[Any]:
+        # Positions: query, key, value, then dropout_p and is_causal where they are passed.
+        return [([split] * 2, [split] * 3 + [None] * (len(_) - 3) + _mask(attn_mask)) for split in _SPLITS]
+
+    @register_sharding(backward)  # type: ignore[untyped-decorator]  # untyped in torch
+    def _backward(*_: Any, attn_mask: Any = None, **__: Any) -> list[Any]:
+        # Positions: grad_out, query, key, value, out, logsumexp, dropout_p, is_causal.
+        return [([split] * 3, [split] * 6 + [None] * (len(_) - 6) + _mask(attn_mask)) for split in _SPLITS]
+
+
+def _mask(mask: Any) -> list[Any]:
+    return [] if mask is None else [Replicate()]
+
 
 _OUTPUTS: dict[SplitStyle, Activation] = {
     SplitStyle.COLUMN: "sharded",

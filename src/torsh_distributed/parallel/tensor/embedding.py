@@ -11,10 +11,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.tensor.activations import to_sequence
-from torsh_distributed.parallel.tensor.cut import TensorCut, bounds
-from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts
-from torsh_distributed.parallel.tensor.split_params import adopt, class_for, split_param
+from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts, to_sequence
+from torsh_distributed.parallel.tensor.split_params import TensorCut, adopt, bounds, class_for, split_param
 
 
 class ParallelEmbedding(nn.Embedding):

@@ -24,10 +24,8 @@ from typing_extensions import override
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.models.structure import is_transposed, widths
 from torsh_distributed.parallel.random_streams import begin_local_stream, end_local_stream
-from torsh_distributed.parallel.tensor.activations import to_sequence, whole_input
-from torsh_distributed.parallel.tensor.cut import TensorCut
-from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts, take_last
-from torsh_distributed.parallel.tensor.split_params import adopt, class_for, replicate_param, split_param
+from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts, take_last, to_sequence, whole_input
+from torsh_distributed.parallel.tensor.split_params import TensorCut, adopt, class_for, replicate_param, split_param
 from torsh_distributed.parallel.torch_internals import _StridedShard
 
 Activation = Literal["whole", "local", "sharded"]

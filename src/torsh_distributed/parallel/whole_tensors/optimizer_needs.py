@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+from torsh_distributed.parallel.optim import CpuAdam
 from torsh_distributed.parallel.state.held_tensors import local_part_of
 
 _log = logging.getLogger(__name__)

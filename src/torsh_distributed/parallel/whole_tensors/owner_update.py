@@ -10,19 +10,138 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.state.held_tensors import HeldBox, WholeLayout, local_part_of
+from torsh_distributed.parallel.state.held_tensors import (
+    DimRun,
+    HeldBox,
+    WholeLayout,
+    local_part_of,
+    values_of_owners,
+    whole_layout,
+    whole_runs,
+)
 from torsh_distributed.parallel.state.whole_state import StateParts
-from torsh_distributed.parallel.whole_tensors.tensor_moves import SpreadTensor, collect, give_back
+
+
+@dataclass(frozen=True)
+class SpreadTensor:
+    """A tensor of which each rank of a group holds a part, and the rank that gets it whole."""
+
+    layouts: tuple[WholeLayout, ...]
+    """By rank of the group."""
+    owner: int
+    """A rank of the group."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.layouts[0].shape
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the ranks together hold every element."""
+        boxes = {(box.whole, box.sizes): box.numel for layout in self.layouts for box in layout.boxes}
+        return sum(boxes.values()) == math.prod(self.shape)
+
+    @property
+    def is_whole_at_owner(self) -> bool:
+        """Whether the owner holds all of it anyway."""
+        return not any(self.missing)
+
+    @cached_property
+    def missing(self) -> tuple[tuple[HeldBox, ...], ...]:
+        """By rank, the boxes that the owner gets from it: each from the first rank that holds it, none it has."""
+        seen = {(box.whole, box.sizes) for box in self.layouts[self.owner].boxes}
+        found = []
+        for layout in self.layouts:
+            new = tuple(box for box in layout.boxes if (box.whole, box.sizes) not in seen)
+            seen |= {(box.whole, box.sizes) for box in new}
+            found.append(new)
+        return tuple(found)
+
+
+@torch.no_grad()
+def collect(tensors: Sequence[SpreadTensor], held: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor | None]:
+    """Each tensor whole on its owner, None elsewhere; `held` is what this rank has of each, all of one dtype.
+
+    Every rank of the group calls this with the same tensors. What an owner holds whole anyway is not copied.
+    """
+    me = group.rank()
+    wholes = [_at_owner(one, local) if one.owner == me else None for one, local in zip(tensors, held, strict=True)]
+    sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+    received: list[list[Tensor]] = [[] for _ in range(group.size())]
+    for one, local, whole in zip(tensors, held, wholes, strict=True):
+        sent[one.owner] += [box.of(local) for box in one.missing[me]]
+        if whole is not None:
+            for rank, boxes in enumerate(one.missing):
+                received[rank] += [box.of_whole(whole) for box in boxes]
+    if not all(one.is_whole_at_owner for one in tensors):
+        _exchange(sent, received, held[0], group)
+    return wholes
+
+
+@torch.no_grad()
+def give_back(
+    tensors: Sequence[SpreadTensor],
+    wholes: Sequence[Tensor | None],
+    held: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> None:
+    """Write what the owners have into `held` on every rank, in place; every rank calls this with the same tensors."""
+    me = group.rank()
+    sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+    received: list[list[Tensor]] = [[] for _ in range(group.size())]
+    for one, local, whole in zip(tensors, held, wholes, strict=True):
+        if whole is None:
+            received[one.owner] += [box.of(local) for box in one.layouts[me].boxes]
+            continue
+        if not one.is_whole_at_owner:
+            for box in one.layouts[me].boxes:
+                box.of(local).copy_(box.of_whole(whole))
+        for rank, layout in enumerate(one.layouts):
+            if rank != me:
+                sent[rank] += [box.of_whole(whole) for box in layout.boxes]
+    _exchange(sent, received, held[0], group)
+
+
+def _at_owner(one: SpreadTensor, local: Tensor) -> Tensor:
+    """The tensor with the owner's own boxes in it; `local` itself if that is all of it."""
+    if one.is_whole_at_owner:
+        return local
+    whole = local.new_empty(one.shape)
+    for box in one.layouts[one.owner].boxes:
+        box.of_whole(whole).copy_(box.of(local))
+    return whole
+
+
+def _exchange(
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], like: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Send tensors to each rank, and fill those of `received`, views, with what each rank sends."""
+    flat = [part.reshape(-1) for parts in sent for part in parts]
+    answer = all_to_all_single(
+        torch.cat(flat) if flat else like.new_empty(0),
+        [sum(part.numel() for part in parts) for parts in sent],
+        [sum(part.numel() for part in parts) for parts in received],
+        group=group,
+    )
+    targets = [part for parts in received for part in parts]
+    for target, values in zip(targets, torch.split(answer, [part.numel() for part in targets]), strict=True):
+        target.copy_(values.view(target.shape))
+
 
 _MESSAGE_BYTES = 25 * 2**20
 _OF_DTENSOR = ("_local_tensor", "_spec")
@@ -221,3 +340,66 @@ def _plain(layout: WholeLayout) -> list[Any]:
 def _layout(plain: Sequence[Any]) -> WholeLayout:
     shape, boxes, local_shape = plain
     return WholeLayout(tuple(shape), tuple(HeldBox(*(tuple(one) for one in box)) for box in boxes), tuple(local_shape))
+
+
+class OwnedState(StateParts):
+    """The parts of an optimizer's state where owners keep that of some parameters; for the rest, those of `inner`."""
+
+    def __init__(self, inner: StateParts, update: OwnerUpdate) -> None:
+        self._inner = inner
+        self._update = update
+        self._names = update.spread_names
+
+    @override
+    def first_name(self, name: str) -> str:
+        return self._inner.first_name(name)
+
+    @override
+    def keeps(self, param: Tensor) -> bool:
+        return self._update.owns(param)
+
+    @override
+    def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
+        if name not in self._names:
+            self._inner.check(name, param, optimizer)
+
+    @override
+    def joined(self, name: str, value: Tensor) -> Tensor:
+        return value.detach() if name in self._names else self._inner.joined(name, value)
+
+    @override
+    def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
+        return value if name in self._names else self._inner.part(name, value, like)
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        return (list(shape), whole_runs(shape)) if name in self._names else self._inner.runs(name, shape)
+
+    @override
+    def like(self, param: Tensor) -> Tensor:
+        shape = self._update.whole_shape(param)
+        return self._inner.like(param) if shape is None else torch.empty(shape, dtype=param.dtype, device="meta")
+
+    @override
+    def layout(self, name: str, value: Tensor) -> WholeLayout:
+        return whole_layout(tuple(value.shape)) if name in self._names else self._inner.layout(name, value)
+
+    @override
+    def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
+        return self._inner.fits(mine, saved)
+
+    @override
+    def all_groups(self, mine: list[list[str]]) -> list[list[str]]:
+        return self._inner.all_groups(mine)
+
+    @override
+    def all_values(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        owned = {name: values for name, values in mine.items() if name in self._names}
+        return self._inner.all_values({**mine, **values_of_owners(owned, self._update.group)})
+
+    @override
+    def all_plain(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for theirs in all_gather_object(mine, group=self._update.group):
+            found = {**theirs, **found}
+        return self._inner.all_plain(found)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.parallel.context.order import take_positions
+from torsh_distributed.parallel.context.positions import take_positions
 from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.torch_internals import tree_leaves

@@ -10,7 +10,7 @@ import torch
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.loops.device_peaks import known_peak
+from torsh_distributed.observe.loops.counted_operations import known_peak
 from torsh_distributed.observe.metrics.process_metrics import process_metrics
 from torsh_distributed.train.batches import Batch, count_samples
 from torsh_distributed.train.engine import Engine

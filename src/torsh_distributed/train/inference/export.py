@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError, IoError
-from torsh_distributed.parallel.models.user_class import user_class
+from torsh_distributed.parallel.models.same_model import user_class
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 

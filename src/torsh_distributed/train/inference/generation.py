@@ -12,9 +12,9 @@ from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.models.user_class import user_class
+from torsh_distributed.parallel.models.same_model import user_class
 from torsh_distributed.parallel.strategy import Strategy
-from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
+from torsh_distributed.parallel.weights.drawn_weights import compute_buffers
 from torsh_distributed.train.batches import to_device
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torsh_distributed.errors import MemoryAllocationFailed, NonFiniteLoss, first_line
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.plan.sections.recovery import RecoveryConfig
 from torsh_distributed.train.batches import Batch, count_samples
 from torsh_distributed.train.checkpointing import EngineCheckpoints, Resumable

@@ -23,7 +23,7 @@ from torsh_distributed.comm.backends import announce_backends
 from torsh_distributed.comm.backends.hierarchical import TorshOptions
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.abort import abort
-from torsh_distributed.comm.meeting.between_nodes import LEG_VARIABLE
+from torsh_distributed.comm.meeting.network_interface import LEG_VARIABLE
 from torsh_distributed.errors import CommunicationError, ConfigurationError, TorshError
 
 

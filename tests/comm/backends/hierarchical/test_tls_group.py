@@ -13,8 +13,12 @@ from tests.bed.world import World
 from tests.comm.backends.hierarchical.test_wire import everything, start, stop
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.abort import abort
-from torsh_distributed.comm.trust.encrypted_backends import background_backend, require_encryption
-from torsh_distributed.comm.trust.job_tls import CERTIFICATE_VARIABLE, make_certificate
+from torsh_distributed.comm.trust.job_tls import (
+    CERTIFICATE_VARIABLE,
+    background_backend,
+    make_certificate,
+    require_encryption,
+)
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
 
 pytestmark = pytest.mark.needs_command("openssl")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torsh_distributed.parallel.offload.storage.forms import BF16, FORMS, FP32
-from torsh_distributed.parallel.offload.storage.tiered_storage import TieredStorage
+from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece, TieredStorage, cut, overlaps
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier
 
 
@@ -56,3 +58,18 @@ def test_an_array_keeps_its_values_when_it_moves_to_disk_or_changes_its_form(tmp
     assert storage.host.budget.used_bytes == 0
     assert torch.equal(storage.load(array), held)
     storage.close()
+
+
+@given(st.integers(0, 50), st.integers(0, 200), st.integers(1, 40))
+def test_a_cut_covers_the_range_in_order(start: int, numel: int, max_numel: int) -> None:
+    ranges = cut(start, start + numel, max_numel)
+    assert [index for low, high in ranges for index in range(low, high)] == list(range(start, start + numel))
+    assert all(0 < high - low <= max_numel for low, high in ranges)
+
+
+@given(st.integers(1, 40), st.integers(0, 100), st.integers(0, 100))
+def test_overlaps_are_the_elements_of_the_range_by_piece(max_numel: int, start: int, numel: int) -> None:
+    pieces = [StatePiece(low, high) for low, high in cut(0, 200, max_numel)]
+    found = overlaps(pieces, start, start + numel)
+    assert [index for _, low, high in found for index in range(low, high)] == list(range(start, start + numel))
+    assert all(piece.start <= low < high <= piece.stop for piece, low, high in found)

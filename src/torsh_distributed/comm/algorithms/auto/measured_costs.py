@@ -9,8 +9,7 @@ from dataclasses import astuple
 import torch
 import torch.distributed as dist
 
-from torsh_distributed.comm.algorithms.base import MeasuredCosts, MessageCost
-from torsh_distributed.comm.algorithms.channel import Channel
+from torsh_distributed.comm.algorithms.base import Channel, MeasuredCosts, MessageCost
 from torsh_distributed.comm.algorithms.execution import new_channel
 from torsh_distributed.comm.algorithms.hierarchical import by_node, node_of_ranks
 from torsh_distributed.errors import BackendNotInitialized

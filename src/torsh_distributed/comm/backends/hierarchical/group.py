@@ -17,7 +17,7 @@ from torsh_distributed.comm.backends.hierarchical.wire import BetweenNodes, Hier
 from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.backends.wire import Wire
-from torsh_distributed.comm.meeting.between_nodes import Leg, chosen_leg
+from torsh_distributed.comm.meeting.network_interface import Leg, chosen_leg
 from torsh_distributed.comm.trust.job_tls import find_tls
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.meeting.node_identity import node_identity
-from torsh_distributed.comm.meeting.node_packing import pack_nodes, unpack_nodes
+from torsh_distributed.comm.meeting.node_identity import node_identity, pack_nodes, unpack_nodes
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.errors import ConfigurationError
 

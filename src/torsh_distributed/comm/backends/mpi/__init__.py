@@ -1,6 +1,6 @@
 """The mpi4py backend: a c10d process group over real MPI.
 
-Read `library` (MPI in this process), `group` and `meeting` (how a group is made), `wire`, `waiting`, `transfers`,
+Read `library` (MPI in this process), `group` (how a group is made), `wire`, `waiting`, `transfers`,
 `control`.
 """
 

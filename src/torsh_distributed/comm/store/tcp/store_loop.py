@@ -22,8 +22,8 @@ from torsh_distributed.comm.store.table import Table
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.store.tcp.tcp_protocol import TcpField
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_secret import is_same_machine, peer_name, peer_uid
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
-from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_name, peer_uid
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.errors import InvalidArgument
 

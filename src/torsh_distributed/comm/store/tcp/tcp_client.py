@@ -25,8 +25,8 @@ from torsh_distributed.comm.store.tcp.tcp_server import TcpStoreServer, tcp_url
 from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.comm.transport.proof import ProvedSocket, prove
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, NotAMember, Signer
+from torsh_distributed.comm.trust.job_secret import is_same_machine, peer_uid
 from torsh_distributed.comm.trust.job_tls import JobTls
-from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_uid
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
 from torsh_distributed.plan.sections.recovery import RetryConfig
 from torsh_distributed.retry import retry

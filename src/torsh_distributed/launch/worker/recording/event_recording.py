@@ -19,7 +19,7 @@ from torsh_distributed.launch.worker.recording.hardware_samples import HardwareS
 from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
 from torsh_distributed.launch.worker.recording.step_samples import StepSamples
-from torsh_distributed.observe.loops.loader_workers import LOADER_WORKERS_VARIABLE, use_loader_workers
+from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE, use_loader_workers
 from torsh_distributed.observe.settings import ObserveSettings
 
 if TYPE_CHECKING:

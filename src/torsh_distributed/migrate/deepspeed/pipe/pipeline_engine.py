@@ -25,7 +25,7 @@ from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWe
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import RepeatingLoader, cast_params
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
-from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.parallel.strategy import LossFn
 from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.plan import Plan

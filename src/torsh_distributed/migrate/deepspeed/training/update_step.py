@@ -19,7 +19,7 @@ from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.parallel.data.data_strategy import DataParallel
-from torsh_distributed.parallel.mesh.grad_norm import held_by_placement, multiply, sum_of_squares
+from torsh_distributed.parallel.mesh.mesh_reduction import held_by_placement, multiply, sum_of_squares
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.train.engine import Engine

@@ -20,7 +20,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.fairscale.nn.fsdp_arguments import FairscaleFsdpArguments
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.local_tensors import local_of
-from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
+from torsh_distributed.parallel.mesh.mesh_reduction import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.parallel.strategy import check_one_device

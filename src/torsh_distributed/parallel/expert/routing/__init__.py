@@ -1,1 +1,1 @@
-"""Which experts a token goes to: `router`, then its `gate`, `admission` under a capacity, and `routing_stats`."""
+"""Which experts a token goes to: `router`, with its gate and the admission under a capacity, and `routing_stats`."""

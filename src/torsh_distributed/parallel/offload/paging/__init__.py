@@ -1,1 +1,1 @@
-"""Fetches parameters to the device and evicts them: `units`, `pager`, `hooks`, then the gradients on their way out."""
+"""Fetches parameters to the device and evicts them: `units`, `pager`, `module_state`, then gradients on the way out."""

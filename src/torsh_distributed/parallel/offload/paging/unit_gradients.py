@@ -12,8 +12,7 @@ from torsh_distributed.parallel.data.bucket_reduction import Reduce
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.paging.units import Unit
 from torsh_distributed.parallel.offload.storage.mover import PendingCopy
-from torsh_distributed.parallel.offload.storage.pieces import StatePiece
-from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
+from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece, StoredArray, TieredStorage
 
 
 class UnitGradients:

@@ -18,10 +18,17 @@ from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.paging.units import ParamRange
 from torsh_distributed.parallel.offload.storage.mover import Mover, finish_future
-from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, overlaps, read, write
-from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
+from torsh_distributed.parallel.offload.storage.tiered_storage import (
+    Slot,
+    StatePiece,
+    StoredArray,
+    TieredStorage,
+    overlaps,
+    read,
+    write,
+)
 from torsh_distributed.parallel.offload.update.targets import UpdateTarget
-from torsh_distributed.parallel.optim.cpu_adam import AdamPiece, CpuAdam, adam_update
+from torsh_distributed.parallel.optim import AdamPiece, CpuAdam, adam_update
 from torsh_distributed.parallel.state.held_state import StoredTensor
 
 _CHUNK = 1 << 20

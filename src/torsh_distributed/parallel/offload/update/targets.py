@@ -13,8 +13,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.paging.units import ParamRange, Unit
-from torsh_distributed.parallel.offload.storage.pieces import StatePiece
-from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray
+from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece, StoredArray
 
 
 class UpdateTarget(ABC):

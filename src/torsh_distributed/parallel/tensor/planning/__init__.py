@@ -1,2 +1,2 @@
-"""How a model is split, before anything is changed: `styles` names the ways, `declared_plan` reads what a model says,
-`tensor_plan` puts the table together."""
+"""How a model is split, before anything is changed: `planned_rows` names the ways, `declared_plan` reads what a
+model says, `tensor_plan` puts the table together."""

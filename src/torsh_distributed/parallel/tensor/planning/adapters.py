@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.planning.planned_rows import SplitStyle
 from torsh_distributed.plan.sections.mesh import TensorConfig
 
 BASE = "base_layer"

@@ -18,10 +18,11 @@ from torsh_distributed.parallel.tensor.planning import adapters
 from torsh_distributed.parallel.tensor.planning.planned_rows import (
     AttributeChange,
     PlannedModule,
+    SplitStyle,
     planned,
     planned_param,
+    style_named,
 )
-from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.sections.mesh import TensorConfig
 
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "attn_head_size")

@@ -1,1 +1,0 @@
-"""Optimizers for host memory: `cpu_adam`, and `divided_update` for replicas on one node."""
