@@ -508,6 +508,37 @@ def test_mistakes_are_refused_on_every_rank_before_they_cost(world: World, case:
         assert message in answer
 
 
+def epochs_after_a_load() -> tuple[list[int], str]:
+    """The epochs of batches after a load at the end of one; what is said of a generator that is to be read again."""
+    engine, loader = make_engine()
+    for batch in engine.batches(loader, epochs=1):
+        engine.step(batch)
+        ended = engine.state_dict() if engine.num_batches == len(loader) else None
+    assert ended is not None
+    engine.load_state_dict(ended)
+    resumed = []
+    for batch in engine.batches(loader, epochs=2):
+        resumed.append(engine.epoch)
+        engine.step(batch)
+    begun, loader = make_engine()
+    start = begun.state_dict()
+    try:
+        for batch in begun.batches(iter(list(loader)), epochs=1):
+            begun.step(batch)
+            if begun.num_batches == len(loader):
+                begun.load_state_dict(start)  # as a roll back to the epoch's first batch does
+    except InvalidArgument as error:
+        return resumed, str(error)
+    return resumed, "accepted"
+
+
+def test_an_epoch_that_is_over_is_not_empty_and_a_generator_that_is_used_up_is(world: World) -> None:
+    for resumed, refusal in world.run(epochs_after_a_load):
+        assert resumed == [1] * 5  # of epoch 0 nothing is left
+        assert "the loader gave no batch" in refusal
+        assert "a generator gives each batch once" in refusal
+
+
 def test_parallelize_needs_the_group() -> None:
     model, optimizer, _ = build()
     with pytest.raises(BackendNotInitialized, match=r"torsh_distributed\.init"):

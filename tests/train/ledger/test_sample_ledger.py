@@ -272,6 +272,22 @@ def test_a_state_that_counted_batches_alone_is_loaded() -> None:
     assert ledger.num_samples == 0
 
 
+def test_what_was_prepared_holds_until_a_roll_back() -> None:
+    ledger = SampleLedger()
+    start = ledger.state_dict()
+    ledger.open(4)
+    assert ledger.pass_over()
+    ledger.open(4)
+    ledger.commit(0)
+    assert ledger.pass_over(), "nothing is left to pass over, and what comes next still holds"
+    ledger.open(4)
+    ledger.load_state_dict(start)
+    assert not ledger.pass_over()
+    assert ledger.num_batches == 0, "a batch that was rolled back is not passed over"
+    ledger.open(4)
+    assert ledger.pass_over()
+
+
 def test_other_data_are_refused_in_mid_epoch_alone() -> None:
     ledger = SampleLedger()
     facts = {"samples": 40, "order": "SequentialSampler", "fingerprint": None}
