@@ -19,7 +19,7 @@ from torsh_distributed.checkpoint.run_facts import PRETRAINED
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
-from torsh_distributed.parallel.weights.reading import RowRead, read_rows
+from torsh_distributed.parallel.weights.reading import whole_tensor
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles, stored_tensors
 from torsh_distributed.unreadable_data import unreadable_as
@@ -99,8 +99,7 @@ def model_in(path: Path, progress: Progress | None = None) -> HeldState:
 
 
 def _read(stored: FileTensor, progress: Progress | None) -> Tensor:
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
-    read_rows([RowRead(stored, 0, stored.shape[0] if stored.shape else 1, whole)])
+    whole = whole_tensor(stored)
     if progress is not None:
         progress(whole.nbytes)
     return whole

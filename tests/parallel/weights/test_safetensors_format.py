@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import struct
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.parallel.weights.checkpoints import write_file
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, FeatureNotAvailable
+from torsh_distributed.parallel.weights.reading import whole_tensor
 from torsh_distributed.parallel.weights.safetensors_format import header_bytes, read_header, room_for
 from torsh_distributed.parallel.weights.tensor_files import stored_tensors
 
@@ -46,6 +49,31 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         read_header(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("num_spaces", range(4))
+def test_a_whole_tensor_is_read_at_any_offset(tmp_path: Path, num_spaces: int) -> None:
+    file = tmp_path / "one.safetensors"
+    values = torch.arange(12.0).view(3, 4)
+    entries = {
+        "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "values": {"dtype": "F32", "shape": [3, 4], "data_offsets": [3, 51]},
+    }
+    header = json.dumps(entries).encode() + b" " * num_spaces
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"odd" + values.numpy().tobytes())
+    torch.testing.assert_close(whole_tensor(read_header(file)["values"])[:, 1:3], values[:, 1:3], rtol=0, atol=0)
+
+
+def test_a_whole_tensor_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "one.safetensors"
+    write_file(file, {"a": torch.ones(4)})
+    stored = read_header(file)["a"]
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"a of .*one.safetensors cannot be read"):
+        whole_tensor(stored)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(FeatureNotAvailable, match=r"torsh-distributed\[hf\]"):
+        whole_tensor(stored)
 
 
 def test_the_room_for_a_header_is_enough_and_aligned() -> None:

@@ -84,7 +84,7 @@ def load_export(model: nn.Module, directory: str | Path) -> None:
     """Load what `engine.export` wrote into a whole model, in this process alone; differences raise, all at once."""
     import torch
 
-    from torsh_distributed.parallel.weights.stacked_tensor import with_all_of
+    from torsh_distributed.parallel.weights.stacked_tensor import whole_of
     from torsh_distributed.parallel.weights.tensor_files import stored_tensors
     from torsh_distributed.parallel.weights.weight_names import converted, match_names
 
@@ -95,7 +95,7 @@ def load_export(model: nn.Module, directory: str | Path) -> None:
     with torch.no_grad():
         for name, held in model.state_dict(keep_vars=True).items():
             if name in found:
-                with_all_of(found[name], held.detach().copy_)
+                held.detach().copy_(whole_of(found[name]))
 
 
 def serve_model(

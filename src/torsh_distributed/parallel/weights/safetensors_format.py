@@ -1,7 +1,8 @@
 """The safetensors format: eight bytes with the header's length, a JSON header, then the tensors' bytes.
 
 Written here because the format's own library writes whole files, while a model that no process can hold is written one
-tensor at a time. Read here too, by the same table of dtypes, although that library could: its `get_slice` reads rows.
+tensor at a time. Headers are read here because rows are read by their offsets (`reading`), which the library does not
+tell, and because a file that somebody else wrote is checked before any part of it is used.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class FileTensor:
     shape: tuple[int, ...]
     start: int
     """Offset of the first byte in the file."""
+    name: str = ""
+    """What the file calls it."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +93,7 @@ def _checked(file: Path, name: str, about: dict[str, Any], data: int, size: int)
     shape = tuple(about["shape"])
     if len(shape) > _MOST_DIMS or not all(type(one) is int and 0 <= one < 2**63 for one in (start, stop, *shape)):
         raise _damaged(file, f"{name} cannot have the shape {str(shape)[:200]} at {str(about['data_offsets'])[:200]}")
-    one = FileTensor(file, DTYPES[about["dtype"]], shape, data + start)
+    one = FileTensor(file, DTYPES[about["dtype"]], shape, data + start, name)
     if stop - start != one.num_bytes or data + stop > size:
         raise _damaged(file, f"the bytes of {name} are not all there")
     return one

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torsh_distributed.parallel.weights.reading import RowRead, read_rows, with_whole
+from torsh_distributed.parallel.weights.reading import RowRead, read_rows, whole_tensor
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 
 
@@ -54,11 +53,10 @@ def row_reads(stored: Stored, start: int, stop: int, into: Tensor) -> Iterable[R
             begin += part.shape[0]
 
 
-def with_all_of(stored: Stored, use: Callable[[Tensor], Any]) -> None:
-    """Call `use` with the whole tensor: mapped from its file, or, of experts, put together for this call."""
+def whole_of(stored: Stored) -> Tensor:
+    """The whole tensor: mapped from its file, or, of experts, put together."""
     if isinstance(stored, FileTensor):
-        with_whole(stored, use)
-        return
+        return whole_tensor(stored)
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     read_rows(row_reads(stored, 0, len(stored.experts), whole))
-    use(whole)
+    return whole

@@ -24,7 +24,7 @@ from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.drawn_weights import compute_buffers
 from torsh_distributed.parallel.weights.model_weights import HeldParts, ModelWeights, copy_part
 from torsh_distributed.parallel.weights.reading import RowRead, read_rows
-from torsh_distributed.parallel.weights.stacked_tensor import Stored, row_reads, with_all_of
+from torsh_distributed.parallel.weights.stacked_tensor import Stored, row_reads, whole_of
 from torsh_distributed.parallel.weights.tensor_files import stored_tensors
 from torsh_distributed.parallel.weights.weight_names import converted, match_names
 
@@ -84,7 +84,7 @@ class StoredWeights(ModelWeights):
             stored, into = self._stored[plain], local_of(held.detach())
             rows = parts.rows(plain, stored.shape, held)
             if rows is None:
-                with_all_of(stored, lambda whole: copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
+                copy_part(parts, plain, whole_of(stored), held)
                 continue
             begin = 0
             for start, stop in rows:
