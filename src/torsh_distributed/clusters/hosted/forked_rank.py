@@ -151,22 +151,7 @@ class RankForker:
                     return False
                 raise
             listener.listen(1024)
-            theirs, hold = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", spare.__file__, str(theirs.fileno()), str(listener.fileno())],
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(), listener.fileno()),
-                )
-            except BaseException:
-                hold.close()
-                raise
-            finally:
-                theirs.close()
-        self._hold = hold
+            self._process, self._hold = spare.start_spare(self._env, listener=listener)
         return True
 
     def cancel(self) -> None:

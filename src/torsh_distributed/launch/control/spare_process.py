@@ -18,7 +18,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,26 +113,15 @@ class SpareProcess:
     def _start(self) -> None:
         if self._process is not None:
             return
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Not marked as the job's: what belongs to an attempt ends with it, and the spare outlives attempts.
         env = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), env.get("PYTHONPATH"))))
         env.update(self._variables)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", spare.__file__, str(theirs.fileno())],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
-                )
-            except OSError as error:
-                control.close()
-                self._output.warn(f"no warm spare: {error.strerror or error}")
-                return
-        # Before the first order: a worker is orphaned at once, and would become a child of init.
+        try:
+            self._process, control = spare.start_spare(env)
+        except OSError as error:
+            self._output.warn(f"no warm spare: {error.strerror or error}")
+            return
         _adopt_orphans(True)
         self._control = control
         control.setblocking(False)

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,6 +28,28 @@ _PRELOADED = (
     "torch.distributed",
     "torsh_distributed.launch.worker.init",
 )
+
+
+def start_spare(
+    env: Mapping[str, str], *, listener: socket.socket | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """In its owner: the process, which has begun to import, and the owner's end of its socket. Raises OSError."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fds = [one.fileno() for one in (theirs, listener) if one is not None]
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-u", __file__, *map(str, fds)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=fds,
+            )
+        except BaseException:
+            control.close()
+            raise
+    return process, control
 
 
 def order_worker(
