@@ -289,18 +289,18 @@ class LocalStages(nn.Module):
         self._run = run
         self.names_here = names_here
         """Names of a shared parameter in the model to its name here."""
-        self._kept = tuple(stage.forward_of_model for stage in stages.values() if isinstance(stage, UntracedStage))
+        self._untraced = tuple(stage.forward_of_model for stage in stages.values() if isinstance(stage, UntracedStage))
         for stage in stages.values():
             _merge(self, stage)
 
     @property
-    def kept_models(self) -> tuple[nn.Module, ...]:
+    def untraced_models(self) -> tuple[nn.Module, ...]:
         """The models whose own forward runs this rank's stages."""
-        return tuple(forward.model for forward in self._kept)
+        return tuple(forward.model for forward in self._untraced)
 
     @override
     def train(self, mode: bool = True) -> LocalStages:
-        for forward in self._kept:
+        for forward in self._untraced:
             forward.train(mode)
         return super().train(mode)
 

@@ -377,7 +377,7 @@ class FirstBatchComparison:
         grads = [param.grad for param in params]
         with ExitStack() as stack:
             stack.callback(strategy.take_comm_s)
-            for module in (strategy.unwrapped, *getattr(strategy.unwrapped, "kept_models", ())):
+            for module in (strategy.unwrapped, *getattr(strategy.unwrapped, "untraced_models", ())):
                 stack.enter_context(probing(module, keeps_params=module is strategy.unwrapped))
                 if not answer.in_training:
                     for one in module.modules():

@@ -105,18 +105,8 @@ def submit(
     if name is None:
         name = f"noname.{next(registered.unnamed)}"
     full_name = f"{label or kind}.{name}"
-    request = Request(
-        full_name,
-        kind,
-        tuple(described),
-        terms.op,
-        terms.prescale,
-        terms.postscale,
-        terms.root,
-        terms.splits,
-        device,
-        terms.flags,
-    )
+    op, prescale, postscale, root, splits, flags = terms
+    request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
     may_gather = bool(tensors) and request.num_bytes <= _MAY_GATHER_BYTES
     if said is not None:
         if len(registered.repeated) >= _MAX_REPEATED:
