@@ -109,6 +109,13 @@ def test_the_command_line_answers_without_torch(args: list[str]) -> None:
     assert not loaded & {"torch", "numpy", "matplotlib"}
 
 
+def test_metrics_are_ready_before_torch_is_imported() -> None:
+    """Reporting begins in the hook after torch is imported: a module of it that imports torch would enter it again."""
+    code = "import sys, torsh_distributed.observe.metrics.process_metrics; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == 0
+
+
 def test_help_needs_no_pydantic() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED, "run", "--help"], capture_output=True, text=True, timeout=60)
     assert "pydantic" not in done.stderr.splitlines()[-1].split()

@@ -21,16 +21,8 @@ from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
 from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
-from torsh_distributed.comm.recording.flight_recorder import (
-    Facts,
-    OperationRecord,
-    begin_mark,
-    in_thread,
-    is_profiled,
-    mark,
-    marked,
-    recorder,
-)
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
+from torsh_distributed.comm.recording.profiler_marks import Facts, begin_mark, is_profiled, mark, marked
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.events import step_notes
 

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.events import step_notes
-from torsh_distributed.observe.loops.counted_operations import known_peak
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +94,8 @@ class ModelWatch:
         """
         self._thread = threading.get_ident()
         if self._is_counting and self._num_flops:
+            from torsh_distributed.observe.loops.counted_operations import known_peak  # imports torch
+
             self._on_counted(self._num_flops, known_peak(self._device) if self._device is not None else None)
         self._is_counting, self._num_flops, self._depth = False, 0, 0
         if self.is_broken:
