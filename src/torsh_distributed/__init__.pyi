@@ -80,7 +80,7 @@ from torsh_distributed.plan.sections.training import PrecisionConfig as Precisio
 from torsh_distributed.plan.sections.training import TrainingConfig as TrainingConfig
 from torsh_distributed.train.assemble import parallelize as parallelize
 from torsh_distributed.train.engine import Engine as Engine
-from torsh_distributed.train.losses.global_mean import global_mean as global_mean
+from torsh_distributed.train.losses.step_weights import global_mean as global_mean
 from torsh_distributed.train.sampler import DistributedSampler as DistributedSampler
 from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 

@@ -238,7 +238,7 @@ def _code_of(page: Path) -> str:
 def _plan_keys() -> dict[str, set[str]]:
     """Section to its keys, old spellings included."""
     from torsh_distributed.plan import Plan
-    from torsh_distributed.plan.key_paths import keys_of
+    from torsh_distributed.plan.problems import keys_of
     from torsh_distributed.plan.reading.aliases import ALIASES
 
     found: dict[str, set[str]] = {}

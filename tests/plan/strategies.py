@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import MeshConfig, Plan
-from torsh_distributed.plan.key_paths import sections_of
+from torsh_distributed.plan.problems import sections_of
 from torsh_distributed.plan.sections.compress import METHODS
 from torsh_distributed.plan.sections.distributed import BACKENDS
 from torsh_distributed.plan.sections.mesh import FILL

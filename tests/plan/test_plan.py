@@ -17,8 +17,8 @@ from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import DdpConfig, MeshConfig, Plan, PlanDifference, TrainingConfig
 from torsh_distributed.plan.describing import field_texts
-from torsh_distributed.plan.key_paths import keys_of, sections_of
 from torsh_distributed.plan.plan_sections import PlanArguments
+from torsh_distributed.plan.problems import keys_of, sections_of
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])

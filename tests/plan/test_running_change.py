@@ -9,7 +9,7 @@ import pytest
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.problems import keys_of
 from torsh_distributed.plan.running_change import CHANGEABLE, RunningChange
 
 

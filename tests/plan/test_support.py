@@ -15,7 +15,7 @@ from torsh_distributed.plan import (
     TrainingConfig,
     support,
 )
-from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.problems import keys_of
 from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
 
 

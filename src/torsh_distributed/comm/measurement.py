@@ -8,7 +8,7 @@ in a block.
 The network between the ranks of a group: measured by all-reduces, agreed by all ranks, kept over time.
 The figures are those of a collective, including what the backend does underneath (shared memory inside a node, say);
 bucket sizes and codecs are chosen by them. What single messages between two ranks cost is measured by
-`algorithms.auto.measured_costs`, to choose how an all-reduce travels.
+`algorithms.auto_choice`, to choose how an all-reduce travels.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
-from torsh_distributed.elastic.epoch_votes import MeanAndVotes, is_unanimous
-from torsh_distributed.elastic.epoch_world import EpochWorld
+from torsh_distributed.elastic.epoch_world import EpochWorld, MeanAndVotes, is_unanimous
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.scaling import JobScaler, policy_named
 from torsh_distributed.elastic.state_stream import (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import new_secret
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.launch.control.host_discovery import is_this_machine
 from torsh_distributed.launch.control.job_commands import JobCommands, RunningJob
-from torsh_distributed.launch.control.this_machine import is_this_machine
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE

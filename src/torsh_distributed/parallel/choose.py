@@ -20,8 +20,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
-from torsh_distributed.parallel.weights.drawn_weights import DrawnWeights
-from torsh_distributed.parallel.weights.model_weights import ModelWeights
+from torsh_distributed.parallel.weights.model_weights import DrawnWeights, ModelWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
 from torsh_distributed.plan.compatibility.recovery_rules import pages_model

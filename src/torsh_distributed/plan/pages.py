@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 
 from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
 from torsh_distributed.plan.describing import describe, field_texts, show
-from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.plan_sections import PlanSections
+from torsh_distributed.plan.problems import sections_of
 from torsh_distributed.plan.sections.compress import METHODS
 from torsh_distributed.plan.sections.mesh import MeshConfig
 from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET

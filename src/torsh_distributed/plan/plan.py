@@ -15,9 +15,8 @@ from torsh_distributed import upward
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.compatibility.rules import clashes_in, impossible_in
 from torsh_distributed.plan.describing import ExplainedKey, Explanation, show
-from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections
-from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
+from torsh_distributed.plan.problems import Problem, configuration_error, keys_of, problems_of
 from torsh_distributed.plan.reading import files
 from torsh_distributed.plan.reading.value_sources import (
     SourceValues,

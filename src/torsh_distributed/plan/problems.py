@@ -5,14 +5,44 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.describing import choices, describe
-from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
+
+
+def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model of a field that holds a section; None for a plain value."""
+    kind = field.annotation if field is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def section_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel]:
+    """The innermost section that `path` leads into."""
+    for name in path:
+        model = section_of(model.model_fields.get(name)) or model
+    return model
+
+
+def field_at(path: Sequence[str], model: type[BaseModel]) -> FieldInfo | None:
+    """The field that `path` leads to, if there is one."""
+    return section_at(path[:-1], model).model_fields.get(path[-1]) if path else None
+
+
+def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Name to model of every section of a plan."""
+    found = ((name, section_of(field)) for name, field in model.model_fields.items())
+    return {name: section for name, section in found if section is not None}
+
+
+def keys_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Every full key of a plan, in the order of its sections."""
+    return tuple(f"{name}.{key}" for name, section in sections_of(model).items() for key in section.model_fields)
+
 
 FOUND = "plan_problem"
 """The kind of pydantic error that carries what `Section.find_problems` found."""

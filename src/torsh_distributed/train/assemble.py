@@ -36,10 +36,10 @@ from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT
 from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
-from torsh_distributed.train.losses.coupled_samples import check_coupled_samples
+from torsh_distributed.train.losses.loss_kind import check_coupled_samples
 from torsh_distributed.train.precision import cast_buffers
+from torsh_distributed.train.speed.deferred_logits import defer_logits
 from torsh_distributed.train.speed.float8 import use_float8
-from torsh_distributed.train.speed.head_loss import defer_logits
 
 if TYPE_CHECKING:
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison

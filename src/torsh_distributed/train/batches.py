@@ -20,13 +20,13 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.ledger.data_position import (
     END_OF_DATA,
     OTHER_DATA_HINT,
+    SeededSamples,
     begin_epoch,
     positioned,
     require_exactly_once,
     require_one_order,
     with_positions,
 )
-from torsh_distributed.train.ledger.seeded_samples import SeededSamples
 
 Batch = Any
 """Nested tuples, lists and mappings of tensors, as a collate function returns them; dim 0 counts samples."""

@@ -29,7 +29,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.precision import Precision
-from torsh_distributed.train.recovery.deferred_saves import DeferredSaves
+from torsh_distributed.train.recovery.open_incidents import DeferredSaves
 
 _log = logging.getLogger(__name__)
 

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import threading
 
 import pytest
 
-from torsh_distributed.clusters.hosted.rank_host import HostFacts, own_facts, require_fitting, visible_gpus
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.clusters.hosted.rank_host import (
+    HostFacts,
+    own_facts,
+    pack_function,
+    require_fitting,
+    visible_gpus,
+)
+from torsh_distributed.errors import ConfigurationError, SerializationError
 
 HERE = own_facts("this program")
 
@@ -36,3 +44,23 @@ def test_ranks_of_a_node_see_all_its_gpus_their_own_at_their_local_rank() -> Non
     hosts = [host("a", node="x", gpus=("3",)), host("b", node="x", gpus=("1",)), host("c", node="y", gpus=("3",))]
     assert [visible_gpus(hosts, rank) for rank in range(3)] == ["3,1", "3,1", "3"]
     assert visible_gpus([host("d")], 0) is None
+
+
+pytestmark = pytest.mark.needs_library("cloudpickle")
+
+
+def test_a_local_function_travels_with_what_it_uses() -> None:
+    factor = 3
+    work = pack_function(lambda value: value * factor, (4,), {}, pickler="cloudpickle")
+    function, args, kwargs = pickle.loads(work.packed)
+    assert function(*args, **kwargs) == 12
+
+
+def test_what_does_not_pickle_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"argument 1 \(lock\) does not pickle"):
+        pack_function(print, (1, lock), {}, pickler="cloudpickle")
+    with pytest.raises(SerializationError, match="argument 'guard'"):
+        pack_function(print, (), {"guard": lock}, pickler="cloudpickle")
+    with pytest.raises(SerializationError, match="'lock', which it uses from around it"):
+        pack_function(lambda: lock, (), {}, pickler="cloudpickle")

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from torsh_distributed.comm.algorithms.auto import choice
+from torsh_distributed.comm.algorithms import auto_choice
 
 
 @contextmanager
 def quick_choice() -> Iterator[None]:
     """`auto` decides after one round of two blocks: for what becomes of its choice, not for how good it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_SMALL_BLOCKS", 2)
-        patch.setattr(choice, "_MAX_ROUND_S", 0.0)
+        patch.setattr(auto_choice, "_SMALL_BLOCKS", 2)
+        patch.setattr(auto_choice, "_MAX_ROUND_S", 0.0)
         yield

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.problems import keys_of
 
 PACKAGE = Path(__file__).parents[3] / "src" / "torsh_distributed"
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, keys_of(Plan)))})\b|\bkey=")

@@ -18,7 +18,7 @@ from torsh_distributed.parallel.pipeline.schedule import make_schedule, stages_o
 from torsh_distributed.parallel.sharded.compression import check_method
 from torsh_distributed.plan import ExpertConfig, PipelineConfig, Plan
 from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
-from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.problems import keys_of
 from torsh_distributed.plan.sections.mesh import STAGES_PER_RANK
 
 Document = dict[str, dict[str, Any]]

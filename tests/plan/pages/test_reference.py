@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.pages import render_reference
+from torsh_distributed.plan.problems import keys_of
 
 ROOT = Path(__file__).parents[3]
 

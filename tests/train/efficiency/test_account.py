@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.train.efficiency.account import Account
+from torsh_distributed.train.efficiency.meter import Account
 from torsh_distributed.train.efficiency.report import EfficiencyReport, StepTimes
 
 

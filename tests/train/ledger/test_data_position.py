@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.batches import DataOrder, RankBatch, sharded
-from torsh_distributed.train.ledger.data_position import positioned
+from torsh_distributed.train.ledger.data_position import SeededSamples, positioned
 
 
 class Numbers(Dataset[Tensor]):
@@ -127,3 +129,35 @@ def test_lists_and_shuffled_data_are_accepted() -> None:
 def test_what_could_lose_or_repeat_samples_is_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         read(make())
+
+
+class Noisy(Dataset[Tensor]):
+    name = "of the user"
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def test_a_sample_depends_on_seed_epoch_and_itself() -> None:
+    data = SeededSamples(Noisy(), seed=1, epoch=2)
+    first = data[5]
+    data[3]
+    assert torch.equal(data[5], first)
+    assert not torch.equal(SeededSamples(Noisy(), seed=1, epoch=3)[5], first)
+    assert data.name == "of the user"
+
+
+@pytest.mark.ranks
+def test_workers_resume_with_the_same_transforms() -> None:
+    def read(skip: int, num_parts: int) -> list[list[float]]:
+        loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1)
+        order = DataOrder(seed=5, skip=skip, is_deterministic=True)
+        parts = [list(sharded(loader, order, part=part, num_parts=num_parts)) for part in range(num_parts)]
+        return [row for pieces in zip(*parts, strict=True) for piece in pieces for row in piece.batch.tolist()]
+
+    whole = read(0, 1)
+    assert read(1, 1) == whole[4:]
+    assert read(1, 2) == whole[4:]

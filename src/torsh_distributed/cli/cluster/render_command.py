@@ -79,9 +79,8 @@ def render(
     from torsh_distributed.clusters.engine_options import parse_settings
     from torsh_distributed.clusters.render.rendered_files import render as render_files
     from torsh_distributed.clusters.render.rendered_files import write_files
-    from torsh_distributed.clusters.submission import Submission
+    from torsh_distributed.clusters.submission import Submission, parse_duration
     from torsh_distributed.clusters.submitting import new_job_name
-    from torsh_distributed.clusters.time_limits import parse_duration
 
     chosen = read_plan(plan, num_ranks=nodes * nproc_per_node)
     files = render_files(

@@ -14,8 +14,7 @@ from torsh_distributed.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torsh_distributed.launch.spec import JobSpec
-    from torsh_distributed.launch.ssh.remote_hosts import RemoteHost
-    from torsh_distributed.launch.ssh.ssh_client import SshClient
+    from torsh_distributed.launch.ssh.ssh_client import RemoteHost, SshClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,7 @@ def ssh_hosts(given: SshOptions, *, nproc_per_node: int, may_differ: bool = Fals
     if unnamed is not None:
         raise InvalidArgument("--ssh-option takes NAME=VALUE", hint="for example Port=2222", got=unnamed)
     from torsh_distributed.launch.ssh.host_order import carried_variables
-    from torsh_distributed.launch.ssh.remote_hosts import parse_hosts, workers_per_host
-    from torsh_distributed.launch.ssh.ssh_client import SshClient
+    from torsh_distributed.launch.ssh.ssh_client import SshClient, parse_hosts, workers_per_host
 
     parsed = parse_hosts(given.hosts)
     counts = tuple(host.num_workers or nproc_per_node for host in parsed)

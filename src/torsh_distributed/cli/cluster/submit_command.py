@@ -121,9 +121,8 @@ def submit(
     from torsh_distributed.cli.cluster.following import follow_to_the_end
     from torsh_distributed.clusters.engine_options import parse_settings
     from torsh_distributed.clusters.registry import open_engine
-    from torsh_distributed.clusters.submission import Submission
+    from torsh_distributed.clusters.submission import Submission, parse_duration
     from torsh_distributed.clusters.submitting import check_submission, hand_over, new_job_name
-    from torsh_distributed.clusters.time_limits import parse_duration
 
     if not to:
         raise InvalidArgument("--to is missing: no engine is named", hint="`torsh submit --engines` lists them")

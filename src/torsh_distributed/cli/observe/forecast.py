@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from torsh_distributed.observe.analytics.loss_forecast import ForecastFigure, LossForecast
-    from torsh_distributed.observe.analytics.training_course import TrainingCourse
+    from torsh_distributed.observe.analytics import ForecastFigure, LossForecast, TrainingCourse
 
 app = typer.Typer(add_completion=False)
 
@@ -26,8 +25,7 @@ def forecast(
     """Say how a run converges, how calmly and how efficiently, and when its loss will reach a target."""
     import json as json_format
 
-    from torsh_distributed.observe.analytics.loss_forecast import forecast_loss
-    from torsh_distributed.observe.analytics.training_course import training_course
+    from torsh_distributed.observe.analytics import forecast_loss, training_course
     from torsh_distributed.observe.job.run_files import EventFiles
 
     view = EventFiles(events_dir).read_all()

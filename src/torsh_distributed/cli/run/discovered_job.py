@@ -73,7 +73,7 @@ def first_hosts(discovery: DiscoverySpec, elastic: ElasticSpec, wanted: int) -> 
 
 def are_here(hosts: Mapping[str, int]) -> bool:
     """Whether all hosts are this machine; if one is not, none may be called localhost."""
-    from torsh_distributed.launch.control.this_machine import LOOPBACK_NAMES, is_this_machine
+    from torsh_distributed.launch.control.host_discovery import LOOPBACK_NAMES, is_this_machine
 
     if all(is_this_machine(host) for host in hosts):
         return True

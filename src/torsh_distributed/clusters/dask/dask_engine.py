@@ -16,8 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
-from torsh_distributed.clusters.dask import scheduler_jobs
-from torsh_distributed.clusters.dask.dask_connection import client_of, require_dask
+from torsh_distributed.clusters.dask.dask_connection import client_of, end_job, look_at_job, require_dask, start_job
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.submission import Submission
@@ -65,14 +64,14 @@ class DaskEngine(ClusterEngine):
                     hint="scale the cluster, or ask for fewer",
                     workers=least,
                 )
-            client.run_on_scheduler(scheduler_jobs.start_job, job_id, json.dumps(self._job(submission, job_id)))
+            client.run_on_scheduler(start_job, job_id, json.dumps(self._job(submission, job_id)))
         return job_id
 
     @override
     def status(self, job_id: str) -> JobStatus:
         """As the scheduler knows it."""
         with self._client() as client:
-            return _status(client.run_on_scheduler(scheduler_jobs.look_at_job, job_id, 0))
+            return _status(client.run_on_scheduler(look_at_job, job_id, 0))
 
     @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
@@ -80,7 +79,7 @@ class DaskEngine(ClusterEngine):
         pause, at_byte, rest = threading.Event(), 0, ""
         with self._client() as client:
             while True:
-                found = client.run_on_scheduler(scheduler_jobs.look_at_job, job_id, at_byte)
+                found = client.run_on_scheduler(look_at_job, job_id, at_byte)
                 at_byte = int(found["at_byte"])
                 *lines, rest = (rest + str(found["text"])).split("\n")
                 yield from lines
@@ -95,13 +94,13 @@ class DaskEngine(ClusterEngine):
     def cancel(self, job_id: str) -> None:
         """End the driver, which ends the ranks."""
         with self._client() as client:
-            found = client.run_on_scheduler(scheduler_jobs.end_job, job_id)
+            found = client.run_on_scheduler(end_job, job_id)
             pause = threading.Event()
             for _ in range(int(_CANCEL_S / _LOOK_AGAIN_S)):
                 if _status(found).state.is_over:
                     return
                 pause.wait(_LOOK_AGAIN_S)
-                found = client.run_on_scheduler(scheduler_jobs.look_at_job, job_id, 0)
+                found = client.run_on_scheduler(look_at_job, job_id, 0)
         raise OperationTimeout(
             f"the job {job_id!r} did not end within {_CANCEL_S:g} s",
             hint="restart the workers with client.restart()",

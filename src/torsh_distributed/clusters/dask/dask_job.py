@@ -7,8 +7,7 @@ import os
 import sys
 from typing import Any
 
-from torsh_distributed.clusters.dask.dask_connection import client_of
-from torsh_distributed.clusters.dask.scheduler_jobs import JOB_VARIABLE
+from torsh_distributed.clusters.dask.dask_connection import JOB_VARIABLE, client_of
 from torsh_distributed.clusters.dask.worker_pool import DaskPool
 from torsh_distributed.clusters.hosted.submitted_job import drive, spec_of
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torsh_distributed.clusters.dask.dask_connection import client_of
 from torsh_distributed.clusters.dask.rank_data import partitions_for
 from torsh_distributed.clusters.dask.worker_pool import DaskPool
-from torsh_distributed.clusters.hosted.function_packing import pack_function
 from torsh_distributed.clusters.hosted.hosted_job import HostedJob, HostedSpec
+from torsh_distributed.clusters.hosted.rank_host import pack_function
 from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec

@@ -6,9 +6,10 @@ and lives in `hosted_job`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from torsh_distributed.comm.meeting.network_interface import network_identity, outward_address
 from torsh_distributed.comm.meeting.node_identity import node_identity
 from torsh_distributed.comm.meeting.software_versions import comparable
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, SerializationError
 from torsh_distributed.launch.spec import Entry
 
 
@@ -281,3 +282,39 @@ def visible_gpus(hosts: Sequence[HostFacts], rank: int) -> str | None:
     firsts = [host.gpus[0] for host in on_node if host.gpus]
     rest = [gpu for host in on_node for gpu in host.gpus[1:]]
     return ",".join(dict.fromkeys([*firsts, *rest]))
+
+
+def pack_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, pickler: str
+) -> FunctionWork:
+    """Pickle the call, before any worker is asked for; raises SerializationError naming what does not pickle."""
+    name = getattr(function, "__qualname__", repr(function))
+    dumps = importlib.import_module(pickler).dumps
+    try:
+        packed: bytes = dumps((function, args, dict(kwargs)))
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise SerializationError(
+            f"{name} cannot be sent to the workers: {_culprit(dumps, function, args, kwargs)} does not pickle",
+            hint="open files, sockets, locks and process groups inside the function, on the worker",
+            function=name,
+            reason=f"{type(error).__name__}: {error}".splitlines()[0],
+        ) from error
+    return FunctionWork(packed=packed, pickler=pickler, name=name)
+
+
+def _culprit(
+    dumps: Callable[[Any], bytes], function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str:
+    """Which part of the call it is, as the user wrote it."""
+    parts: dict[str, Any] = {f"argument {number}": value for number, value in enumerate(args)}
+    parts.update({f"argument {key!r}": value for key, value in kwargs.items()})
+    closure = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for free, cell in zip(names, closure, strict=False):
+        parts[f"{free!r}, which it uses from around it,"] = cell.cell_contents
+    for shown, value in parts.items():
+        try:
+            dumps(value)
+        except Exception:  # it is the one
+            return f"{shown} ({type(value).__name__})"
+    return "the function itself or a global that it uses"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from torsh_distributed.clusters.engine_options import require_known_options
-from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.clusters.time_limits import parse_memory
+from torsh_distributed.clusters.submission import Submission, parse_memory
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torsh_distributed.clusters.hosted.function_packing import pack_function
 from torsh_distributed.clusters.hosted.hosted_job import HostedJob, HostedSpec
 from torsh_distributed.clusters.hosted.rank_host import (
     EntryWork,
@@ -26,6 +25,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
     RankSaid,
     RankTask,
     SizeWanted,
+    pack_function,
 )
 from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.clusters.ray.rank_actor import LeaderActor, RankActor

@@ -21,8 +21,7 @@ from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.ray.ray_connection import INSTALL_HINT, lacks_package, own_token, require_ray
-from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.clusters.time_limits import parse_memory
+from torsh_distributed.clusters.submission import Submission, parse_memory
 from torsh_distributed.errors import (
     CommunicationError,
     FeatureNotAvailable,

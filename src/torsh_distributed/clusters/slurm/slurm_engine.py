@@ -18,8 +18,13 @@ from typing_extensions import override
 from torsh_distributed.clusters.base import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import ask_program, fixed_size, required_program
-from torsh_distributed.clusters.job_records import all_records, job_directory, state_directory, write_private
-from torsh_distributed.clusters.log_following import read_growing
+from torsh_distributed.clusters.job_records import (
+    all_records,
+    job_directory,
+    read_growing,
+    state_directory,
+    write_private,
+)
 from torsh_distributed.clusters.ranks.rank_reports import job_variables, rank_command, report_directory, with_cause
 from torsh_distributed.clusters.slurm.slurm_script import OPTIONS, slurm_script
 from torsh_distributed.clusters.submission import Submission

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.clusters.time_limits import clock_time, parse_memory
+from torsh_distributed.clusters.submission import Submission, clock_time, parse_memory
 from torsh_distributed.errors import InvalidArgument
 
 OPTIONS = {

@@ -24,8 +24,7 @@ from torsh_distributed.clusters.local.background_jobs import (
 from torsh_distributed.clusters.run_arguments import entry_arguments, rank_variables, refuse_limits
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
-from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
-from torsh_distributed.launch.ssh.ssh_client import FAILED, SshClient, explain_failure
+from torsh_distributed.launch.ssh.ssh_client import FAILED, RemoteHost, SshClient, explain_failure, parse_hosts
 from torsh_distributed.upward import COMMAND_LINE
 
 _ENTRY_TIMEOUT_S = 60.0

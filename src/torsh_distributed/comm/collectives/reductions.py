@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torsh_distributed.comm.algorithms.auto.choice import choose_algorithm, leaves_to_backend
+from torsh_distributed.comm.algorithms.auto_choice import choose_algorithm, leaves_to_backend
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.execution import start_all_reduce
 from torsh_distributed.comm.collectives.call import (

@@ -6,11 +6,13 @@ fails for a moment ends no worker.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +25,33 @@ from typing import Self
 
 from torsh_distributed.errors import InvalidArgument, IoError, OperationTimeout, TorshError
 from torsh_distributed.launch.spec import DiscoverySpec
+
+LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name or address means the machine this runs on."""
+    own = socket.gethostname()
+    if host in LOOPBACK_NAMES or host == own or host.partition(".")[0] == own.partition(".")[0]:
+        return True
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return any(_is_own_address(str(address)) for address in found)
+
+
+def _is_own_address(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if parsed.is_loopback:
+        return True
+    with socket.socket(socket.AF_INET6 if parsed.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
 
 _OPTION = "--host-discovery-script"
 _HOST = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.+-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.%A-Za-z0-9]+\])")

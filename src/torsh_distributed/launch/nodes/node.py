@@ -17,9 +17,15 @@ from torsh_distributed.comm.meeting.network_interface import interface_between_n
 from torsh_distributed.comm.shared_memory.memory_file import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.comm.trust.job_tls import make_certificate
-from torsh_distributed.launch.control.leaving_watch import LeavingWatch
 from torsh_distributed.launch.control.spare_process import SpareProcess
-from torsh_distributed.launch.control.worker_health import NOTICED, Health, HealthLimits, HealthState, HealthWatch
+from torsh_distributed.launch.control.worker_health import (
+    NOTICED,
+    Health,
+    HealthLimits,
+    HealthState,
+    HealthWatch,
+    LeavingWatch,
+)
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
 from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE, find_oom_counter

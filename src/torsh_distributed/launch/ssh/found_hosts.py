@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.launch.control.host_discovery import HostWatch
+from torsh_distributed.launch.control.host_discovery import LOOPBACK_NAMES, HostWatch
 from torsh_distributed.launch.control.slot_policy import Blacklist
-from torsh_distributed.launch.control.this_machine import LOOPBACK_NAMES
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.spec import DiscoverySpec
 from torsh_distributed.launch.ssh.host_connection import HostConnection
 from torsh_distributed.launch.ssh.host_order import HostOrder, offer_line
-from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
+from torsh_distributed.launch.ssh.ssh_client import RemoteHost, parse_hosts
 
 
 class FoundHosts:

@@ -12,7 +12,7 @@ from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.output import LineSplitter
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
-from torsh_distributed.launch.ssh.remote_hosts import RemoteHost
+from torsh_distributed.launch.ssh.ssh_client import RemoteHost
 
 _READ_BYTES = 1 << 16
 _KEPT_LINES = 20

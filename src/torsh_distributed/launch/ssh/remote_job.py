@@ -20,8 +20,7 @@ from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.spec import LOOPBACK, JobSpec
 from torsh_distributed.launch.ssh.host_connection import HostConnection
 from torsh_distributed.launch.ssh.host_order import HostOrder, signal_line
-from torsh_distributed.launch.ssh.remote_hosts import RemoteHost
-from torsh_distributed.launch.ssh.ssh_client import FAILED, SshClient, explain_failure
+from torsh_distributed.launch.ssh.ssh_client import FAILED, RemoteHost, SshClient, explain_failure
 
 _AFTERWARDS_S = 3.0
 """How long the others may take beyond their own time limits once a host is lost."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
-from torsh_distributed.launch.control.this_machine import is_this_machine
+from torsh_distributed.launch.control.host_discovery import is_this_machine
 from torsh_distributed.migrate.command_lines import TranslatedLine
 from torsh_distributed.migrate.horovod.launching.host_slots import BY_HAND, HostSlots, node_options
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, ops, script_start
-from torsh_distributed.migrate.deepspeed.config import config_models
+from torsh_distributed.migrate.deepspeed.config import deepspeed_config
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_line import LOCAL_RANK_VARIABLE
 from torsh_distributed.migrate.deepspeed.observing import deepspeed_timers, flops_profile, run_monitors
@@ -218,8 +218,8 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.runtime.engine": engines,
         "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": Optimizer, "ZeROOptimizer": Optimizer},
         "deepspeed.runtime.config": config,
-        "deepspeed.runtime.config_utils": _public(config_models, "DeepSpeedConfigModel"),
-        "deepspeed.runtime.precision_config": _public(config_models, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
+        "deepspeed.runtime.config_utils": _public(deepspeed_config, "DeepSpeedConfigModel"),
+        "deepspeed.runtime.precision_config": _public(deepspeed_config, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
         "deepspeed.runtime.lr_schedules": schedules,
         "deepspeed.runtime.dataloader": _public(microbatch_loop, "RepeatingLoader", "DeepSpeedDataLoader"),
         "deepspeed.runtime.utils": {
@@ -235,7 +235,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.runtime.pipe.engine": _public(pipeline_engine, "PipelineEngine"),
         "deepspeed.runtime.pipe.topology": topology,
         "deepspeed.runtime.zero": zero,
-        "deepspeed.runtime.zero.config": _public(config_models, "DeepSpeedZeroConfig"),
+        "deepspeed.runtime.zero.config": _public(deepspeed_config, "DeepSpeedZeroConfig"),
         "deepspeed.runtime.zero.partition_parameters": zero,
         "deepspeed.runtime.zero.tiling": _public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
         "deepspeed.runtime.zero.stage3": memory,

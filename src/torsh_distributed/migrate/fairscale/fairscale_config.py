@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.plan_draft import (
+    ForeignConfig,
     PlanDraft,
     Reader,
     by_table,

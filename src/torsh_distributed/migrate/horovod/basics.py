@@ -22,7 +22,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.worker.environment import read_environment
 from torsh_distributed.launch.worker.init import init as join_job
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
-from torsh_distributed.migrate.horovod.negotiation.engine_settings import read_settings
+from torsh_distributed.migrate.horovod.negotiation.request import read_settings
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 from torsh_distributed.migrate.horovod.process_sets import (

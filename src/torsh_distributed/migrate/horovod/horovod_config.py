@@ -9,8 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.migrate.foreign_file import ForeignConfig
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world, refused, same_by, stays, to_key, tuning
+from torsh_distributed.migrate.plan_draft import (
+    ForeignConfig,
+    PlanDraft,
+    Reader,
+    for_world,
+    refused,
+    same_by,
+    stays,
+    to_key,
+    tuning,
+)
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.sections.compress import CompressConfig

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
-from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
-from torsh_distributed.migrate.horovod.negotiation.request import PendingOp, Request
+from torsh_distributed.migrate.horovod.negotiation.request import EngineSettings, PendingOp, Request
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.launchers.accelerate_keys import (
     DEEPSPEED_KEYS,
     DYNAMO_KEYS,
@@ -15,7 +14,16 @@ from torsh_distributed.migrate.launchers.accelerate_keys import (
     MEGATRON_KEYS,
     PARALLELISM_KEYS,
 )
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world, refused, same_by, stays, tuning
+from torsh_distributed.migrate.plan_draft import (
+    ForeignConfig,
+    PlanDraft,
+    Reader,
+    for_world,
+    refused,
+    same_by,
+    stays,
+    tuning,
+)
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
 

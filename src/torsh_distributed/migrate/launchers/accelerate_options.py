@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.foreign_file import read_document
 from torsh_distributed.migrate.launchers.accelerate_config import KEYS
 from torsh_distributed.migrate.launchers.accelerate_keys import (
     DEEPSPEED_KEYS,
@@ -17,6 +16,7 @@ from torsh_distributed.migrate.launchers.accelerate_keys import (
     MEGATRON_KEYS,
     PARALLELISM_KEYS,
 )
+from torsh_distributed.migrate.plan_draft import read_document
 from torsh_distributed.plan.problems import did_you_mean
 
 _SWITCHES = {

@@ -6,8 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.migrate.foreign_file import ForeignConfig
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world, same_by, stays, to_key, tuning
+from torsh_distributed.migrate.plan_draft import (
+    ForeignConfig,
+    PlanDraft,
+    Reader,
+    for_world,
+    same_by,
+    stays,
+    to_key,
+    tuning,
+)
 from torsh_distributed.migrate.pytorch.fsdp_keywords import FSDP1_KEYWORDS, FULLY_SHARD_KEYWORDS
 from torsh_distributed.migrate.pytorch.hook_keywords import (
     DDP_KEYWORDS,

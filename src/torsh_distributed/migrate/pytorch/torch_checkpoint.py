@@ -41,7 +41,7 @@ def open_torch_checkpoint(
 ) -> ForeignState:
     """What a script saved with torch.save (a file) or torch.distributed.checkpoint (a directory).
 
-    `model_key`: where the model's state dict is, if several parts look like one. `inert`: as in `safe_files`. Raises
+    `model_key`: where the model's state dict is, if several parts look like one. `inert`: as in `foreign_state`. Raises
     CheckpointError for files that are damaged or name other classes, and where parts or names cannot be told apart.
     """
     path = Path(source)

@@ -19,8 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import load_safely
-from torsh_distributed.migrate.foreign_state import PiecedTensor
+from torsh_distributed.migrate.foreign_state import PiecedTensor, load_safely
 from torsh_distributed.unreadable_data import reason_of
 
 INDEX = ".metadata"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torsh_distributed.observe.analytics.training_course import training_course
+from torsh_distributed.observe.analytics import training_course
 from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, newest_of

@@ -29,8 +29,8 @@ from torsh_distributed.parallel.expert.dispatch import (
 )
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segments_of
-from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
-from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
+from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
+from torsh_distributed.parallel.expert.routing_stats import RoutingStats
 from torsh_distributed.parallel.models.probing import is_probing
 from torsh_distributed.plan.sections.expert import ExpertConfig
 

@@ -21,8 +21,7 @@ from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.models.materialize import ParamInit
 from torsh_distributed.parallel.state.whole_state import plain_name
-from torsh_distributed.parallel.weights.drawn_weights import compute_buffers
-from torsh_distributed.parallel.weights.model_weights import HeldParts, ModelWeights, copy_part
+from torsh_distributed.parallel.weights.model_weights import HeldParts, ModelWeights, compute_buffers, copy_part
 from torsh_distributed.parallel.weights.reading import RowRead, read_rows
 from torsh_distributed.parallel.weights.stacked_tensor import Stored, row_reads, whole_of
 from torsh_distributed.parallel.weights.tensor_files import stored_tensors

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from torsh_distributed.plan.compatibility.axis_rules import AXES_RULES
 from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
-from torsh_distributed.plan.compatibility.gradient_rules import GRADIENT_RULES
-from torsh_distributed.plan.compatibility.loss_rules import BATCH_RULES, LOSS_RULES
+from torsh_distributed.plan.compatibility.gradient_rules import BATCH_RULES, GRADIENT_RULES, LOSS_RULES
 from torsh_distributed.plan.compatibility.recovery_rules import OFFLOAD_RULES, RECOVERY_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.compatibility.speed_rules import SPEED_RULES

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torsh_distributed.deprecation import notice
-from torsh_distributed.plan.key_paths import field_at, keys_of
-from torsh_distributed.plan.problems import Problem
+from torsh_distributed.plan.problems import Problem, field_at, keys_of
 from torsh_distributed.plan.reading import aliases, files
 from torsh_distributed.plan.reading.limits import MalformedError
 

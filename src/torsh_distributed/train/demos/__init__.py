@@ -1,4 +1,4 @@
-"""Ready training jobs for `torsh demo NAME`: `registry` has them by name, `defaults` how they train."""
+"""Ready training jobs for `torsh demo NAME`: `registry` has them by name, `base` how they train."""
 
 from torsh_distributed.lazy import exports as _exports
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by axis of the mesh (`meter`, `account`, `report`), and how much of the hardware's
+"""Where the time of a step goes, by axis of the mesh (`meter`, `report`), and how much of the hardware's
 arithmetic it uses (`utilization`)."""
 
 from torsh_distributed.train.efficiency.meter import EfficiencyMeter

@@ -14,7 +14,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.models.same_model import user_class
 from torsh_distributed.parallel.strategy import Strategy
-from torsh_distributed.parallel.weights.drawn_weights import compute_buffers
+from torsh_distributed.parallel.weights.model_weights import compute_buffers
 from torsh_distributed.train.batches import to_device
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.parallel.models.wrapping import matching
 from torsh_distributed.plan.sections.training import PrecisionConfig
-from torsh_distributed.train.speed.head_loss import find_head
+from torsh_distributed.train.speed.deferred_logits import find_head
 
 _MULTIPLE = 16
 """Sizes that the hardware's fp8 products take."""

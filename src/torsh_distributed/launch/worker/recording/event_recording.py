@@ -16,9 +16,8 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note_error_in_flight, open_line
 from torsh_distributed.launch.worker.recording.hardware_samples import HardwareSamples
-from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples, StepSamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
-from torsh_distributed.launch.worker.recording.step_samples import StepSamples
 from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE, use_loader_workers
 from torsh_distributed.observe.settings import ObserveSettings
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.launch.worker.recording.step_samples import StepSamples
+from torsh_distributed.launch.worker.recording.memory_samples import StepSamples
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 
 _HWMON = Path("/sys/class/hwmon")

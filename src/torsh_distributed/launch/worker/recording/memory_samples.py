@@ -5,13 +5,38 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.launch.worker.recording.step_samples import StepSamples
+
+
+class StepSamples(ABC):
+    """Takes a sample after steps that are `interval_s` or more apart, in their thread; from its making on."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._next_s = 0.0
+        self._unsubscribe = events.subscribe(self._after_step, events.StepEvent)
+
+    @abstractmethod
+    def sample(self) -> None:
+        """Emit what is measured now."""
+
+    def close(self) -> None:
+        """Emit no more."""
+        self._unsubscribe()
+
+    def _after_step(self, event: events.Event) -> None:
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + self._interval_s
+            self.sample()
+
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")

@@ -1,1 +1,1 @@
-"""Checkpoints that DeepSpeed wrote: `safe_files` reads their files, `deepspeed_state` is what they hold."""
+"""Checkpoints that DeepSpeed wrote: `deepspeed_state` is what they hold, read without running any of their code."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import InertRecord, load_safely
 from torsh_distributed.migrate.deepspeed.checkpoints.unsharded_files import from_plain_optimizer, from_universal
 from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import NamedState, Shapes, from_shards, whole_tensor
-from torsh_distributed.migrate.foreign_state import ForeignState, PiecedTensor, plain_settings
+from torsh_distributed.migrate.foreign_state import ForeignState, InertRecord, PiecedTensor, load_safely, plain_settings
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
 from torsh_distributed.unreadable_data import unreadable_as
 
@@ -176,7 +175,7 @@ def open_checkpoint(
 ) -> DeepSpeedState:
     """The checkpoint that DeepSpeed's `save_checkpoint` wrote to `source`, of the newest tag or of `tag`.
 
-    Files are mapped and read with torch's `weights_only`; see `safe_files` for `inert`. Raises CheckpointError for a
+    Files are mapped and read with torch's `weights_only`; see `foreign_state` for `inert`. Raises CheckpointError for a
     missing shard, files of several saves, and files that name what is not on the list.
     """
     files = find_files(Path(source), tag)

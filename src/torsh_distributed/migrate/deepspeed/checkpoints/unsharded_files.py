@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import load_safely
 from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import (
     STEP,
     NamedState,
@@ -23,7 +22,7 @@ from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import (
     scalar_step,
     whole_tensor,
 )
-from torsh_distributed.migrate.foreign_state import PiecedTensor
+from torsh_distributed.migrate.foreign_state import PiecedTensor, load_safely
 
 _MASTER = "fp32"
 

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, create_model
+
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.migrate.deepspeed.config.auto_values import fill
 from torsh_distributed.migrate.deepspeed.config.hjson_format import ConfigSource, read_config
-from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN
-from torsh_distributed.migrate.deepspeed.config.setting import problems_in
+from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN, ZERO, fill
+from torsh_distributed.migrate.deepspeed.config.section_keys import BF16, FP16
+from torsh_distributed.migrate.deepspeed.config.setting import Setting, SettingGroup, problems_in
 from torsh_distributed.migrate.deepspeed.config.translation import Translation
 from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import (
     BatchTriangle,
@@ -23,12 +25,35 @@ from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import (
     translate_batch,
 )
 from torsh_distributed.migrate.deepspeed.config.translators.mesh_keys import translate_mesh
-from torsh_distributed.migrate.deepspeed.config.translators.number_formats import translate_precision
+from torsh_distributed.migrate.deepspeed.config.translators.number_formats import translate_precision, translate_run
 from torsh_distributed.migrate.deepspeed.config.translators.optimizer_keys import translate_optimizer
-from torsh_distributed.migrate.deepspeed.config.translators.run_keys import translate_run
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.problems import configuration_error
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section: unknown keys raise, and a value of "auto" is the default."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**{key: value for key, value in data.items() if value != "auto"})
+
+
+def _model(name: str, section: SettingGroup) -> type[DeepSpeedConfigModel]:
+    """A model with the keys of a section and DeepSpeed's defaults."""
+    fields: dict[str, Any] = {
+        key: (Any, setting.default if isinstance(setting, Setting) else None)
+        for key, setting in section.settings.items()
+    }
+    return create_model(name, __base__=DeepSpeedConfigModel, **fields)
+
+
+DeepSpeedZeroConfig = _model("DeepSpeedZeroConfig", ZERO)
+DeepSpeedFP16Config = _model("DeepSpeedFP16Config", FP16)
+DeepSpeedBF16Config = _model("DeepSpeedBF16Config", BF16)
+
 
 NEWEST = (0, 19, 8)
 """The version whose defaults hold unless another is named: what a config leaves out has changed over time."""

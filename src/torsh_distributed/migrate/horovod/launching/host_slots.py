@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
-from torsh_distributed.launch.control.this_machine import LOOPBACK_NAMES, is_this_machine
+from torsh_distributed.launch.control.host_discovery import LOOPBACK_NAMES, is_this_machine
 
 
 @dataclass(frozen=True, slots=True)

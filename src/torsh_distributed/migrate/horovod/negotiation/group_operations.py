@@ -19,10 +19,9 @@ from torsh_distributed.comm.collectives.moves import all_gather_single, all_to_a
 from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_scatter_single
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
-from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import PackedStep, ReusedBuffer
 from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, PendingOp, Request, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.reused_buffer import ReusedBuffer
 from torsh_distributed.parallel.torch_internals import _flatten_dense_tensors, _foreach_copy_, _unflatten_dense_tensors
 
 

@@ -32,10 +32,9 @@ from torsh_distributed.migrate.horovod.negotiation.answers.request_table import 
     RequestTable,
 )
 from torsh_distributed.migrate.horovod.negotiation.control_links import ControlLink, LinkLost, connect_members
-from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
 from torsh_distributed.migrate.horovod.negotiation.group_operations import GroupOperations
 from torsh_distributed.migrate.horovod.negotiation.outbox import Outbox, report_buckets
-from torsh_distributed.migrate.horovod.negotiation.request import PendingOp, Request, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.request import EngineSettings, PendingOp, Request, request_from_wire
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 
 _log = logging.getLogger(__name__)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import msgpack
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import AnswerReader, AnswerWriter, fuse
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import (
+    AnswerReader,
+    AnswerWriter,
+    ReusedBuffer,
+    fuse,
+)
 from torsh_distributed.migrate.horovod.negotiation.answers.request_table import (
     NumberGiver,
     ReadyOp,
@@ -101,3 +109,29 @@ def test_errors_shared_buffers_and_mixed_groups_run_alone() -> None:
         ReadyOp(plain._replace(name="e")),
     ]
     assert [[one.request.name for one in step] for step in fuse(ready, 1000)] == [["a", "e"], ["b"], ["c"], ["d"]]
+
+
+SHAPES = [(), (3,), (2, 2), (0,), (5,)]
+
+
+def made(start: float, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.full(shape, start + index).to(dtype) for index, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_values_come_back_changed_whichever_tensors_come(dtype: torch.dtype) -> None:
+    mine = made(1, dtype)
+    buffer = ReusedBuffer(mine)
+    for round_ in range(5):
+        tensors = made(7, dtype) if round_ == 3 else mine
+        if round_ == 4:
+            tensors[1].set_(torch.full((3,), 50.0).to(dtype))  # the same object, other memory
+        before = [tensor.clone() for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        buffer.pack(tensors)
+        assert torch.equal(buffer.values, torch.cat([tensor.reshape(-1) for tensor in before]))
+        buffer.values.mul_(2)
+        buffer.unpack(tensors)
+        for tensor, old, version in zip(tensors, before, versions, strict=True):
+            assert torch.equal(tensor, old * 2)
+            assert tensor._version > version

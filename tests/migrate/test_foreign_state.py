@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import load_safely
+from torsh_distributed.migrate.foreign_state import load_safely
 
 
 class Ambush:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.parallel.expert.dense_experts import admitted
-from torsh_distributed.parallel.expert.routing.router import Gate, admit, capacity_of, count_choices, settle
+from torsh_distributed.parallel.expert.router import Gate, admit, capacity_of, count_choices, settle
 from torsh_distributed.plan.sections.expert import ExpertConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_distributed.clusters.time_limits import clock_time, parse_duration, parse_memory
+from torsh_distributed.clusters.submission import clock_time, parse_duration, parse_memory
 from torsh_distributed.errors import InvalidArgument
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
-from torsh_distributed.comm.algorithms.auto import choice
-from torsh_distributed.comm.algorithms.auto.choice import shortlist
+from torsh_distributed.comm.algorithms import auto_choice
+from torsh_distributed.comm.algorithms.auto_choice import measure_costs, shortlist
 from torsh_distributed.comm.algorithms.base import MeasuredCosts, MessageCost
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
 from torsh_distributed.comm.collectives.reductions import all_reduce
@@ -72,9 +72,9 @@ def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
         asked.append((set(field), num_blocks))
         return {name: rounds[len(asked) - 1][name] * 1e-3 for name in field}
 
-    monkeypatch.setattr(choice, "_try_all", timed)
+    monkeypatch.setattr(auto_choice, "_try_all", timed)
     group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # not in torch's stubs
-    known, fastest = choice._race(dict.fromkeys(("ring", "tree", "backend")), 64, group, num_blocks=3)
+    known, fastest = auto_choice._race(dict.fromkeys(("ring", "tree", "backend")), 64, group, num_blocks=3)
     assert fastest == winner
     assert set(known) == {"ring", "tree", "backend"}
     assert [num_blocks for _, num_blocks in asked] == [3, 6, 12, 24][: len(rounds)]
@@ -87,11 +87,11 @@ def forget() -> tuple[int, int]:
     group = dist.new_group([0, 1])
     for _ in range(2):
         assert all_reduce(torch.ones(4), algorithm="auto", group=group).tolist() == [2.0] * 4
-    before = len(choice._choosers) + len(choice._left_to_backend)
+    before = len(auto_choice._choosers) + len(auto_choice._left_to_backend)
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return before, len(choice._choosers) + len(choice._left_to_backend)
+    return before, len(auto_choice._choosers) + len(auto_choice._left_to_backend)
 
 
 def test_nothing_is_kept_of_a_group_that_is_gone(world: World) -> None:
@@ -148,3 +148,18 @@ def test_the_shortlist_is_short_and_deterministic_ones_keep_the_order(num_bytes:
         assert 1 <= len(estimates) <= 4
     assert list(estimates.values()) == sorted(estimates.values())
     assert all(ALGORITHMS[name].keeps_rank_order for name in shortlist(num_bytes, costs(), deterministic=True))
+
+
+def measured() -> MeasuredCosts:
+    return measure_costs(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_costs_are_measured_and_agreed(world: World, backend: str) -> None:
+    found = world.run(measured, num_ranks=3, backend=backend)
+    assert found[0] == found[1] == found[2]
+    assert found[0].num_ranks == 3
+    assert found[0].flat.latency_s > 0
+    assert found[0].flat.byte_s > 0
+    assert found[0].fold_byte_s > 0
+    assert found[0].near is None

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.analytics.loss_forecast import fit_power_law, forecast_loss
-from torsh_distributed.observe.analytics.training_course import training_course
+from torsh_distributed.observe.analytics import fit_power_law, forecast_loss, training_course
 from torsh_distributed.observe.job.job_view import CurvePoint, JobView
 
 

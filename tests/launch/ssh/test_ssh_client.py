@@ -10,8 +10,13 @@ import pytest
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec, Entry, JobSpec
 from torsh_distributed.launch.ssh.host_order import HostOrder, carried_variables, read_signal, signal_line
-from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts, workers_per_host
-from torsh_distributed.launch.ssh.ssh_client import SshClient, explain_failure
+from torsh_distributed.launch.ssh.ssh_client import (
+    RemoteHost,
+    SshClient,
+    explain_failure,
+    parse_hosts,
+    workers_per_host,
+)
 from torsh_distributed.observe.settings import ObserveSettings
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bed.world import World
-from torsh_distributed.elastic.epoch_votes import MeanAndVotes, is_unanimous
+from torsh_distributed.elastic.epoch_world import MeanAndVotes, is_unanimous
 
 
 @given(votes=st.lists(st.integers(0, 10**6), min_size=1, max_size=64), epoch=st.integers(1, 10**6))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torsh_distributed.parallel.expert.balancing.placement import variation
-from torsh_distributed.parallel.expert.routing.router import RoutingDecision
+from torsh_distributed.parallel.expert.router import RoutingDecision
 
 
 @dataclass(frozen=True, kw_only=True)
