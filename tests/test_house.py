@@ -56,7 +56,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Every module of ours that `path` imports anywhere: in functions and for type checkers too."""
+    """Every module of this library that `path` imports anywhere: in functions and for type checkers too."""
     for node in statements(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
@@ -64,6 +64,26 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 yield full if full in known else node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
+
+
+NOT_PLAIN = r"\bof ours\b|\banew\b|\bmend(s|ed|ing)?\b|behind its back|\bworth nothing\b|'s word on\b|looks? no more\b"
+"""Words that a reader stumbles over; there is a common one for each."""
+
+
+def test_the_english_is_plain() -> None:
+    root = SOURCE.parent
+    texts = [path for folder, ends in PROSE.items() for end in ends for path in (root / folder).rglob(f"*{end}")]
+    found = [
+        f"{path.relative_to(root)}:{number} {match[0]}"
+        for path in [*texts, *root.glob("*.md")]
+        if path.resolve() != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := re.search(NOT_PLAIN, line, re.IGNORECASE))
+    ]
+    assert found == []
+
+
+PROSE = {"src": (".py", ".pyi", ".c", ".h", ".html", ".js"), "docs": (".md",), "tests": (".py",), "examples": (".py",)}
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:

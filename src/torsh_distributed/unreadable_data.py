@@ -1,7 +1,7 @@
 """Data that somebody else may have written: whatever goes wrong while it is taken apart becomes one of our errors.
 
 Names, shapes, offsets and sizes are checked where they are read. This is for the rest: a value of another type deep
-inside a state has no line of ours that expects it, and its reader should not meet a traceback.
+inside a state has no line of our code that expects it, and its reader should not meet a traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torsh_distributed.errors import TorshError
 
 @contextmanager
 def unreadable_as(kind: type[TorshError], message: str, *, hint: str | None = None, **context: Any) -> Iterator[None]:
-    """Raise `kind` with the message and the reason if the block fails; errors of ours pass."""
+    """Raise `kind` with the message and the reason if the block fails; our own errors pass."""
     try:
         yield
     except TorshError:

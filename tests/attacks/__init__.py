@@ -1,1 +1,1 @@
-"""Attempts to read, write, join, end or delay jobs, made by another user and from another host against jobs of ours."""
+"""Attempts to read, write, join, end or delay jobs, made by another user and from another host against our jobs."""

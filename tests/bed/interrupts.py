@@ -1,6 +1,6 @@
 """Ctrl-C in tests, for a run that was started in the background.
 
-There the shell has SIGINT ignored, every process started from it inherits that, and no program of ours heeds a signal
+There the shell has SIGINT ignored, every process started from it inherits that, and none of our programs heeds a signal
 that it was told to ignore: the tests that interrupt one would wait for ever.
 """
 

@@ -1,4 +1,4 @@
-"""`torsh migrate`: a config becomes a plan with a table, a checkpoint becomes one of ours, scripts are checked."""
+"""`torsh migrate`: a config becomes a plan with a table, a checkpoint becomes our checkpoint, scripts are checked."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def _classes() -> dict[str, list[Path]]:
 
 @functools.cache
 def _members(name: str) -> frozenset[str] | None:
-    """What a class of ours has; None if a base of it is not ours."""
+    """What one of our classes has; None if one of its bases is foreign."""
     found: set[str] = set()
     for path in _classes()[name]:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -39,7 +39,7 @@ def _model(case: TrainingCase) -> nn.Module:
 
 
 def train_alone(case: TrainingCase) -> list[float]:
-    """Losses of a plain loop in one process, whole batches, no code of ours."""
+    """Losses of a plain loop in one process, whole batches, without our code."""
     model = _model(case)
     optimizer = OPTIMIZERS[case.optimizer]([param for param in model.parameters() if param.requires_grad])
     make_schedule = SCHEDULES[case.schedule]

@@ -103,7 +103,7 @@ def test_a_loader_stopped_between_batches_goes_on_there() -> None:
 
 
 class Weighted(Sampler[int]):
-    """Draws anew for every epoch, the same on every rank."""
+    """Draws again for every epoch, the same on every rank."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -108,7 +108,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of `torsh`: an error of ours, or about a path, is a readable paragraph and exit status 1."""
+    """Entry point of `torsh`: one of our errors, or about a path, is a readable paragraph and exit status 1."""
     with errors_in_words():
         app()
 

@@ -18,7 +18,7 @@ _OF_A_PATH = {
 
 @contextlib.contextmanager
 def errors_in_words() -> Iterator[None]:
-    """Around a command: an error of ours, or about a path that the user named, is a paragraph and exit status 1."""
+    """Around a command: one of our errors, or about a path that the user named, is a paragraph and exit status 1."""
     try:
         yield
     except TorshError as error:

@@ -133,7 +133,7 @@ def checkpoint(
         typer.Option("--model-key", metavar="KEY", help="torch: where the model is in a file that has several."),
     ] = None,
 ) -> None:
-    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) or of plain torch, and write it as one of ours.
+    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) or of plain torch, and write it as our checkpoint.
 
     What is written loads under any plan and at any world size, with the optimizer's state. With --weights, the model
     alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.

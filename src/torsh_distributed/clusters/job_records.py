@@ -36,7 +36,7 @@ class GrowingFile:
         self._rest = b""
 
     def take_lines(self) -> list[str]:
-        """The lines that were completed since the last call. A file that shrank was replaced, and is read anew."""
+        """The lines that were completed since the last call. A file that shrank was replaced: it is read again."""
         try:
             size = self._path.stat().st_size
             if size < self._at_byte:

@@ -67,7 +67,7 @@ class SerialThread:
         return future
 
     def stop(self) -> None:
-        """Accept no more and end the thread after what was submitted; does not wait."""
+        """Accept nothing further and end the thread after what was submitted; does not wait."""
         with self._lock:
             self._is_closed = True
         # Not by calling the finalizer: at interpreter exit it may do nothing any more, and the thread would wait on.

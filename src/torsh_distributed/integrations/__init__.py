@@ -1,1 +1,1 @@
-"""Strategies of ours for other trainers; each module imports the trainer it is for, so import it only there."""
+"""Our strategies for other trainers; each module imports the trainer it is for, so import it only there."""

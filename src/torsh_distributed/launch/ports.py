@@ -41,7 +41,7 @@ def port_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str,
 
 
 def meeting_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str, str]:
-    """`port_variables` for a job without a launcher of ours, with MASTER_PORT: the first port, where the ranks meet.
+    """`port_variables` for a job without our launcher, with MASTER_PORT: the first port, where the ranks meet.
 
     The others get the rest of the range: the engine's own program, which listens under the same limit, would else take
     the first port at times.

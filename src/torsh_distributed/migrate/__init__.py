@@ -1,6 +1,6 @@
 """Coming over from other libraries: their modules under their names, their command lines, their configs.
 
-`stand_in` puts a module of ours in place of theirs; `horovod` is the first.
+`stand_in` puts our module in place of theirs; `horovod` is the first.
 """
 
 from torsh_distributed.lazy import exports as _exports

@@ -1,4 +1,4 @@
-"""A checkpoint of another library as a state that any plan of ours can load, keep as one of ours, or write as weights.
+"""A checkpoint of another library as a state: any plan can load it, keep it as our checkpoint or write its weights.
 
 Whole tensors by name, read as they are needed: `model.head.weight`, `optimizer.state.head.weight.exp_avg`.
 
@@ -177,7 +177,7 @@ def load_foreign(engine: Engine, saved: ForeignState, *, model_only: bool = Fals
 
 
 def keep_foreign(saved: ForeignState, directory: str | Path) -> Path:
-    """Write a state as a checkpoint of ours, which `engine.load` reads under any plan; returns its directory.
+    """Write a state as our checkpoint, which `engine.load` reads under any plan; returns its directory.
 
     The script's client state is kept under `client_state`, as far as it is plain values.
     """
@@ -270,7 +270,7 @@ def _fit_groups(saved: ForeignState, mine: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's group as plain values: what a checkpoint of ours keeps."""
+    """An optimizer's group as plain values: what our checkpoint keeps."""
     return {
         key: value.item() if isinstance(value, Tensor) else value
         for key, value in group.items()

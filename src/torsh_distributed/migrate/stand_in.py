@@ -1,4 +1,4 @@
-"""A library of ours under another library's name, in this process only.
+"""Our library under another library's name, in this process only.
 
 Each library that can be stood in for has a module with two functions: `namespaces()`, the modules that scripts import
 from it, by name, with what is in them; and `set_variables(environ)`, what its launcher would have set; and VERSION, the

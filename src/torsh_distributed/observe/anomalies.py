@@ -90,7 +90,7 @@ class LevelShiftDetector(Detector):
     """A lasting rise of the level: a cumulative sum of robust z-scores against a frozen baseline.
 
     The baseline is the first `warm_up` values. Small scatter does not add up, single spikes are clipped, a rise by
-    `least_ratio` that lasts does. After an episode the baseline is taken anew.
+    `least_ratio` that lasts does. After an episode the baseline is measured again.
     """
 
     def __init__(self, *, warm_up: int = 30, least_ratio: float = 1.15, limit: float = 12.0) -> None:

@@ -62,7 +62,7 @@ def raise_recompile_limit(config: CompileConfig) -> None:
 
 
 OUTSIDE = "communicates between ranks, which no graph contains"
-"""Why torch breaks a graph at a function of ours."""
+"""Why torch breaks a graph at our function."""
 
 _outside: list[list[Callable[..., Any]]] = []
 

@@ -197,7 +197,7 @@ class EngineCheckpoints:
         return self._load(manager, manager.open(step), strict=strict, model_only=model_only)
 
     def load_from(self, saved: SavedSnapshot, *, strict: bool = True, model_only: bool = False) -> CheckpointMetadata:
-        """Load a state that is not in a directory of ours, such as another library's checkpoint; every rank calls."""
+        """Load a state that is not in our own directory, such as another library's checkpoint; every rank calls."""
         return self._load(self._manager(None), saved, strict=strict, model_only=model_only)
 
     def restore(self, recovered: RecoveredState) -> CheckpointMetadata:

@@ -125,7 +125,7 @@ class Engine:
         self.elastic: ElasticSteps | None = None
         """In an elastic job: what lets steps outlive a lost rank."""
         self.changes: RunningChanges | None = None
-        """Under a launcher of ours: what takes changes of the plan between two updates."""
+        """Under our launcher: what takes changes of the plan between two updates."""
         self.comparison: FirstBatchComparison | None = None
         """Until the first batch, for a model that is split: what compares it with one process."""
         self.settings: dict[str, Any] = {}
@@ -402,7 +402,7 @@ class Engine:
         return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
 
     def resume(self) -> CheckpointMetadata | None:
-        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew.
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts from scratch.
 
         A worker that joins a running job loads nothing: it gets the state of the others at the first batch.
         """

@@ -45,7 +45,7 @@ def objects() -> dict[str, Any]:
 
 
 def make_checkpoint(folder: Path, *, compression_level: int = 0) -> None:
-    """A checkpoint of ours at `folder/step-00000001`."""
+    """Our checkpoint at `folder/step-00000001`."""
     config = CheckpointConfig(dir=str(folder), compression_level=compression_level)
     with CheckpointManager(config) as manager:
         manager.save(1, objects())
@@ -102,7 +102,7 @@ def _forge_state(path: Path, draw: random.Random, private: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Iterator[Callable[[], object]]:
-    """Everything that reads a checkpoint of ours."""
+    """Everything that reads our checkpoint."""
     yield lambda: command("ls", folder)
     yield lambda: command("show", folder)
     yield lambda: command("verify", folder)

@@ -1,7 +1,7 @@
 """Reads thousands of forged files and says what went wrong: `python -m tests.attacks.forging.hunt --num 10000`.
 
 Wrong is a file outside of the forged directory that was opened, as an audit hook sees it and, for libraries that open
-files themselves, the kernel; an exception that is not one of ours; one of ours without a message; a reader that does
+files themselves, the kernel; a foreign exception; one of our errors without a message; a reader that does
 not come back.
 """
 
@@ -76,7 +76,7 @@ class OpenedFiles:
 
 
 class PrivateFile:
-    """A file that nobody may open, and the kernel's word on who does."""
+    """A file that nobody may open, and who does, as the kernel reports it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The engine against an API server of ours that validates as the real one: see `fake_api_server`, which is not one."""
+"""The engine against our own API server that validates as the real one: see `fake_api_server`, which is not one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pods' command, run here: a kubelet of ours mounts the files and the secret and starts what the manifest says.
+"""The pods' command, run here: our own kubelet mounts the files and the secret and starts what the manifest says.
 
 No container and no cluster: names of pods are replaced by loopback, mounted paths by folders. What is real is `torsh
 run` with the manifest's arguments and variables, the secret, the probes, and SIGTERM.

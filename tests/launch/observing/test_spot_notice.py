@@ -1,4 +1,4 @@
-"""Notices of the clouds, from a metadata server of ours that answers as theirs do; and a job that leaves at one."""
+"""Notices of the clouds, from a metadatour own server that answers as theirs do; and a job that leaves at one."""
 
 from __future__ import annotations
 

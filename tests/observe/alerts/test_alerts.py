@@ -99,7 +99,7 @@ def test_it_must_hold_for_a_while_and_what_is_missing_is_not_zero() -> None:
     assert manager.check(job(), now=0) == [], "no value is not a low value"
     assert manager.check(job(loss=0.5), now=1) == []
     assert manager.check(job(loss=2), now=6) == []
-    assert manager.check(job(loss=0.5), now=8) == [], "it begins anew"
+    assert manager.check(job(loss=0.5), now=8) == [], "it begins again"
     assert manager.check(job(loss=0.5), now=17) == []
     assert len(manager.check(job(loss=0.5), now=18)) == 1
 

@@ -90,7 +90,7 @@ def test_a_traced_run_files_that_were_set_aside_and_a_directory_without_any(tmp_
     (traced / "rank-0.jsonl").rename(traced / "rank-0.older.jsonl")
     (traced / "rank-0.jsonl").write_text(lines[-1].replace('"step": 6', '"step": 7'))
     assert files.poll()
-    assert page_state(files.view)["job"]["step"] == 7, "a file that is begun anew is read from its start"
+    assert page_state(files.view)["job"]["step"] == 7, "a file that is started again is read from its start"
     (tmp_path / "nothing").mkdir()
     with pytest.raises(InvalidArgument, match="no event files in this directory"):
         EventFiles(tmp_path / "nothing").read_all()

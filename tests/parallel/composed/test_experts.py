@@ -217,7 +217,7 @@ def test_states_are_shared_out_move_with_experts_and_go_on_at_another_layout(wor
 
 
 def lend_in_all(cases: list[Case]) -> list[tuple[bool, list[tuple[float, float]]]]:
-    """Whether experts were lent, and losses and norms; every step decides anew, and any gain is enough."""
+    """Whether experts were lent, and losses and norms; every step decides again, and any gain is enough."""
     COPY_ROWS["cpu"] = 0
     found = []
     for name, num_steps, plan in cases:

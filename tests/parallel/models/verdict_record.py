@@ -1,7 +1,7 @@
 """What became of every cell of the matrix of models, kept in a file between runs: the table of the guide is made of it.
 
 The whole matrix takes half an hour, so it is run in pieces. The cells of one library's models are of one version of the
-source: a run on another one starts its library's record anew.
+source: a run on another one starts its library's record again.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def engine_of(mesh: MeshConfig, **sections: Any) -> Engine:
 
 def measured(engine: Engine) -> EfficiencyReport:
     batch = iter(engine.batches(batches(STEPS + 2)))
-    for _ in range(2):  # in the second, DDP packs its buckets anew
+    for _ in range(2):  # in the second, DDP packs its buckets again
         engine.step(next(batch))
     with EfficiencyMeter(engine) as meter:
         for _ in range(STEPS):

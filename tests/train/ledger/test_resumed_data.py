@@ -70,7 +70,7 @@ def in_three_sizes(folder: str, shuffle: bool, exactly_once: bool) -> tuple[list
 
 
 def plain_losses() -> list[float]:
-    """Of one process without any of ours."""
+    """Of one process without this library."""
     torch.manual_seed(1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

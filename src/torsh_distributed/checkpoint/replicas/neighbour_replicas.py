@@ -130,7 +130,7 @@ class NeighbourReplicas:
         """Copy the state of a step and send it on, in the background; every rank calls this after the same steps.
 
         Returns False, and does nothing, if an earlier copy is still on its way somewhere. A copy that did not arrive is
-        a warning and an event: the next one is sent anew, and until then the one before counts.
+        a warning and an event: the next one is sent in full, and until then the one before counts.
         """
         everyone = gathered([self._progress(), self._boxes.signature(state.tensors)], self._group)
         progress = [one for one, _ in everyone]
@@ -231,7 +231,7 @@ class NeighbourReplicas:
             if not self._is_closed:
                 _log.warning("%s", text)
             events.emit(self._event("replica failed", snapshot.step, error=text))
-            raise CheckpointError(text, hint="training goes on; the next copy is sent anew") from error
+            raise CheckpointError(text, hint="training goes on; the next copy is sent in full") from error
         spent_s = time.monotonic() - started
         events.emit(self._event("replica stored", snapshot.step, snapshot.memory.nbytes, spent_s))
 

@@ -88,7 +88,7 @@ class CheckpointUploads:
         self._thread.stop()
 
     def close(self) -> None:
-        """Wait for all of them, and take no more."""
+        """Wait for all of them, and accept no further ones."""
         try:
             self.wait()
         finally:

@@ -134,7 +134,7 @@ class RemoteMirror:
                 found = call()
             except _FOR_GOOD:
                 self._breaker.succeeded()  # the service answers
-                raise  # not an error of ours, so not tried again
+                raise  # not one of our errors, so not tried again
             except Exception as error:  # each of fsspec's packages raises the errors of its own library
                 self._breaker.failed(error)
                 text = f"cannot {what} {self.url}: {str(error) or type(error).__name__}"

@@ -29,7 +29,7 @@ def report(metrics: Mapping[str, Any], *, checkpoint: str | os.PathLike[str] | N
 
 
 def resume_directory() -> str | None:
-    """The directory of the checkpoint that this trial goes on from; None if it starts anew."""
+    """The directory of the checkpoint that this trial goes on from; None if it starts from scratch."""
     return os.environ.get(RESUME_VARIABLE) or None
 
 

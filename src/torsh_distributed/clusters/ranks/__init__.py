@@ -1,1 +1,1 @@
-"""Ranks that an engine starts itself, without a launcher of ours: how they begin, and how they say why they failed."""
+"""Ranks that an engine starts itself, without our launcher: how they begin, and how they say why they failed."""

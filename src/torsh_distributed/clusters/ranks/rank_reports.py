@@ -40,7 +40,7 @@ def report_directory(folder: Path) -> Path:
 
 
 def job_variables(submission: Submission, *, reports: Path, secret_file: Path | None) -> dict[str, str]:
-    """The job's own variables for ranks that no launcher of ours starts."""
+    """The job's own variables for ranks that our launcher does not start."""
     found = {rank_start.REPORT_VARIABLE: str(reports)}
     if secret_file is not None:
         found["TORSH_SECRET_FILE"] = str(secret_file)

@@ -58,8 +58,8 @@ def lacks_package(said: str) -> bool:
 def require_package(ray: Any, group: Any, runtime_env: Mapping[str, Any], count: int) -> None:
     """Import this library in every bundle of the placement group; raises ConfigurationError where it is missing.
 
-    For an actor that was lost at its start, of which Ray says no more. The task is a function of Python's own: Ray can
-    send it to a process that has nothing of ours.
+    For an actor that was lost at its start, of which Ray says nothing else. The task is one of Python's own functions:
+    Ray can send it to a process that has nothing of this library.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -236,7 +236,7 @@ class CommunicationScheduler:
             self._changed.notify_all()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more, wait until everything submitted is over, end the threads.
+        """Accept nothing further, wait until everything submitted is over, end the threads.
 
         OperationTimeout after `timeout_s` (default: the scheduler's); what is still pending is then cancelled.
         """

@@ -1,4 +1,4 @@
-"""The doctor's word on a job: one paragraph, and a line for each rank. Pure; `inquiry` collects what it needs."""
+"""What the doctor says about a job: one paragraph, and a line for each rank. Pure; `inquiry` collects what it needs."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class LeavingWatch:
             self._untold.discard(rank)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for timer in self._timers:
             timer.cancel()
         self._leaving = {}
@@ -197,7 +197,7 @@ class HealthWatch:
         return Health(HealthState.FAILED, "it has ended") if watched is None else watched.health
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._is_closed = True
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables and a few of ours. Pure; `worker.environment` reads them."""
+"""The environment of a worker: torchrun's variables and a few more. Pure; `worker.environment` reads them."""
 
 from __future__ import annotations
 

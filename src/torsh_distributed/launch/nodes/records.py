@@ -130,7 +130,7 @@ class ChangeWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSaid:
-    """A worker's word on change `number` of the plan: ready (to stop before update `at`), changed or refused."""
+    """A worker's answer to change `number` of the plan: ready (to stop before update `at`), changed or refused."""
 
     kind: Literal["change_said"] = "change_said"
     attempt: int

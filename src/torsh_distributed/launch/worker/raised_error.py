@@ -122,7 +122,7 @@ def is_transport_text(text: str) -> bool:
 
 
 def _named_ranks(error: BaseException) -> Iterator[int]:
-    """The ranks of the world that an error of ours names, never the one that raised it."""
+    """The ranks of the world that one of our errors names, never the one that raised it."""
     world_peers = getattr(error, "world_peers", ())
     if world_peers:
         yield from world_peers

@@ -1,4 +1,4 @@
-"""What torch's own flight recorder knows of gloo and nccl groups, in the form of ours.
+"""What torch's own flight recorder knows of gloo and nccl groups, in the form of our recorder's records.
 
 torch records in C++, so it sees what has no Python frame too: the buckets of DDP in a backward pass. It is on under
 `torsh run` (TORCH_FR_BUFFER_SIZE). Loaded by path before this package is imported: only the standard library.

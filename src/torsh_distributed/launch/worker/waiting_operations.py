@@ -167,7 +167,7 @@ def _is_comm(frame: FrameType) -> bool:
 
 
 def _is_wrapper(frame: FrameType) -> bool:
-    """A context manager or decorator of the standard library or of typing_extensions between two of ours."""
+    """A context manager or decorator of the standard library or of typing_extensions between two of our calls."""
     name = frame.f_code.co_filename
     back = frame.f_back
     return (name.startswith(_STANDARD) or name.endswith("typing_extensions.py")) and back is not None and _is_comm(back)

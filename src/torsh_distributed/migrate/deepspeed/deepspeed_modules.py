@@ -103,7 +103,7 @@ MISSING = LATER_REFUSED
 
 
 def set_variables(environ: MutableMapping[str, str]) -> None:
-    """What DeepSpeed's launcher gives a worker: the variables of ours, and `--local_rank=N` before its arguments.
+    """What DeepSpeed's launcher gives a worker: our variables, and `--local_rank=N` before its arguments.
 
     The latter only if the line was one of that launcher, which a script then expects.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of scripts with torch's own DDP, FSDP1 or FSDP2, as a state that any plan of ours can load.
+"""Checkpoints of scripts with torch's own DDP, FSDP1 or FSDP2, as a state that any of our plans can load.
 
 A file of `torch.save` holds the model's state dict, or a dict with it beside the optimizer's; a directory of
 `torch.distributed.checkpoint` holds the same in shards. Parts are told apart by what they look like, names lose what
@@ -102,17 +102,17 @@ def load_torch_checkpoint(
 def convert_torch_checkpoint(
     source: str | Path, directory: str | Path, *, model_key: str | None = None, inert: Sequence[str] = ()
 ) -> Path:
-    """Write what plain torch saved as a checkpoint of ours, which `engine.load` reads; returns its directory."""
+    """Write what plain torch saved as our checkpoint, which `engine.load` reads; returns its directory."""
     saved = open_torch_checkpoint(source, model_key=model_key, inert=inert)
     require_optimizer(saved)
     return keep_foreign(saved, directory)
 
 
 def require_optimizer(saved: ForeignState) -> None:
-    """Raise CheckpointError for weights alone: a checkpoint of ours is a whole training state."""
+    """Raise CheckpointError for weights alone: our checkpoint is a whole training state."""
     if OPTIMIZER not in saved.values:
         raise CheckpointError(
-            f"{Path(saved.place).name} has no optimizer state: a checkpoint of ours is a whole training state",
+            f"{Path(saved.place).name} has no optimizer state: our checkpoint is a whole training state",
             hint="write the weights alone with --weights safetensors, and load them with the model",
         )
 

@@ -34,7 +34,7 @@ class AlertAction(ABC):
         """Act on the alert of the job `run_id`."""
 
     def clear(self, alert: Alert, run_id: str) -> None:  # noqa: B027 - most actions have nothing to take back
-        """What the alert was about holds no more: take back what `run` opened, if it opened anything."""
+        """What the alert was about no longer holds: undo what `run` opened, if it opened anything."""
 
 
 class LogAlert(AlertAction):

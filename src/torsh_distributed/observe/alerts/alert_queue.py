@@ -53,7 +53,7 @@ class AlertQueue:
             self._tell(f"alerts are not delivered: {error.message}")
 
     def _run(self, name: str, alert: Alert) -> None:
-        self._room.release()  # it waits no more
+        self._room.release()  # it no longer waits
         self._act(name, alert)
 
     def _act(self, name: str, alert: Alert) -> None:

@@ -31,7 +31,7 @@ class _EventFile:
         """The records since the last call, at most some megabytes of them; None for a line that is no record."""
         with self._path.open("rb") as file:
             if self._offset > os.fstat(file.fileno()).st_size:
-                self._offset = 0  # it was set aside, and begun anew
+                self._offset = 0  # it was set aside, and started again
             file.seek(self._offset)
             data = file.read(_READ_BYTES)
         end = data.rfind(b"\n") + 1

@@ -36,7 +36,7 @@ Counted = Callable[[int, float | None], None]
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that never raises into training: what goes wrong is logged once, and the watch looks no more."""
+    """A hook that never raises into training: what goes wrong is logged once, and the watch stops looking."""
 
     @functools.wraps(method)
     def guarded(self: ModelWatch, *args: Any) -> None:
@@ -78,13 +78,13 @@ class ModelWatch:
         self._loss: Any = None
         self._num_samples: int | None = None
         self.is_broken = False
-        """Whether something went wrong in a hook: it looks no more."""
+        """Whether something went wrong in a hook and it stopped looking."""
         self.has_phases = True
         """Whether phases are emitted; an Engine emits its own."""
 
     @property
     def needs_every_step(self) -> bool:
-        """Whether some waits of a step are seen by the hooks alone: DDP over a group that no recorder of ours sees."""
+        """Whether some waits of a step are seen by the hooks alone: DDP over a group that our recorder does not see."""
         return any(facts.has_hidden_waits for _, facts in self._kept)
 
     def end_step(self, num_steps: int, *, watches_next: bool) -> tuple[float | None, int | None]:

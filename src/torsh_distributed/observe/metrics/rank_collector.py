@@ -104,7 +104,7 @@ class RankCollector:
         return self
 
     def detach(self) -> None:
-        """Take no more; the metrics stay. A second call does nothing."""
+        """Stop taking records; the metrics stay. A second call does nothing."""
         detach, self._detach = self._detach, None
         if detach is not None:
             detach()

@@ -257,7 +257,7 @@ class DistributedDataParallel(TorchDDP):
         """Just before each backward from `loss`, where parameters may get no gradient; every rank calls this.
 
         torch searches from the outputs of forward, under `find_unused_parameters`: what the loss itself uses would
-        seem unused. The first call builds the buckets anew.
+        seem unused. The first call builds the buckets again.
         """
         if not self._settings.find_unused_parameters:
             self._settings = self._settings.replace(find_unused_parameters=True)

@@ -98,7 +98,7 @@ def _changed_keys(plan: Plan) -> list[str]:
 
 
 def _refuse_expert_keys(plan: Plan) -> None:
-    """The experts of other libraries come with their own router: keys of ours would have no effect."""
+    """The experts of other libraries come with their own router: our keys would have no effect."""
     changed = _changed_keys(plan)
     if changed:
         raise ConfigurationError(

@@ -49,7 +49,7 @@ class StoredWeights(ModelWeights):
         world = dist.group.WORLD
         assert world is not None, "parallelize() checks that the group is up"
         described = {name: f"{one.shape} {one.dtype}" for name, one in self._stored.items()}
-        require_same({"tensors": described}, group=world, what="the weights that ranks find", hint=f"copy {path} anew")
+        require_same({"tensors": described}, group=world, what="the weights that ranks find", hint=f"copy {path} again")
 
     @override
     @torch.no_grad()

@@ -191,7 +191,7 @@ def _refuse(engine: Changeable, change: RunningChange) -> None:
 
 
 def running_changes() -> RunningChanges | None:
-    """What takes changes of the launcher in this process; None without a launcher of ours.
+    """What takes changes of the launcher in this process; None without our launcher.
 
     The launcher's line is looked up by name: it belongs to a package beside this one, and is there if a launcher is.
     """

@@ -63,7 +63,7 @@ class SampleLedger:
 
     `open` the next global batch, `assign` it to members, `commit` it with the update. After a member is lost, `assign`
     with those that remain gives what each has to do in addition, and keeps what it has done; or `take_back` voids the
-    step's shares, and the batch is cut anew. The Engine opens and commits; recovery assigns and takes back.
+    step's shares, and the batch is cut again. The Engine opens and commits; recovery assigns and takes back.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class SampleLedger:
         self.position = batch.position
 
     def take_back(self) -> None:
-        """The step in progress is void: its batch is handed out again and cut anew. Harmless between steps."""
+        """The step in progress is void: its batch is handed out again and cut again. Harmless between steps."""
         self._open = None
         self.version += 1
 

@@ -52,7 +52,7 @@ class Center:
             return self.flat()
 
     def leave(self, rank: int) -> None:
-        """`rank` makes no more updates: other ranks stop waiting for it."""
+        """`rank` makes no further updates: other ranks stop waiting for it."""
         with self._changed:
             self._clocks[rank] = float("inf")
             self._changed.notify_all()

@@ -111,7 +111,7 @@ class DeferredSaves:
         events.emit(events.AlertEvent(severity="error", name="checkpoint failed", message=message))
 
     def close(self) -> None:
-        """Note no more."""
+        """Stop taking notes."""
         self._forget()
 
     def _note(self, event: events.Event) -> None:

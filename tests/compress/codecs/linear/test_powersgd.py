@@ -168,7 +168,7 @@ def test_ranks_that_begin_differently_agree_all_the_same(world: World) -> None:
 
 
 def average_from_different_states() -> list[Averaged]:
-    """Rank 1 resumes from its own state, rank 0 starts anew."""
+    """Rank 1 resumes from its own state, rank 0 starts from scratch."""
     rank = dist.get_rank()
     codec = made(2)
     if rank == 1:

@@ -268,7 +268,7 @@ def train_all(eps: list[int]) -> dict[tuple[str, int], Any]:
 def test_losses_and_norms_are_those_of_one_process_with_a_hot_expert_lent(
     world: World, num_ranks: int, eps: list[int], backend: str
 ) -> None:
-    """At 4 ranks, ep 2 is ep 2 × dp 2. Every step decides anew what is lent, before the next."""
+    """At 4 ranks, ep 2 is ep 2 × dp 2. Every step decides again what is lent, before the next."""
     results = world.run(train_all, eps, num_ranks=num_ranks, backend=backend, timeout_s=100)
     for (name, ep), _ in results[0].items():
         expected = one_process(CASES[name][0], CASES[name][1], hot=True)

@@ -118,7 +118,7 @@ def report_metrics(wanted: ObserveSettings | None = None) -> None:
 
 
 def _own_observer(wanted: ObserveSettings) -> ObserverProcess | None:
-    """Without a launcher of ours, every rank has its own metrics page, at the port plus its local rank.
+    """Without our launcher, every rank has its own metrics page, at the port plus its local rank.
 
     The page for people, the report and the exports are those of rank 0, and cover it alone.
     """

@@ -28,7 +28,7 @@ class StepSamples(ABC):
         """Emit what is measured now."""
 
     def close(self) -> None:
-        """Emit no more."""
+        """Stop emitting."""
         self._unsubscribe()
 
     def _after_step(self, event: events.Event) -> None:

@@ -29,7 +29,7 @@ class _BeforeTorch:
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
-                # Set in workers whose launcher wants to know what they measure; a script without us says no more.
+                # Set in workers whose launcher wants to know what they measure; a script without us says nothing else.
                 wants = [os.environ.get(variable) for variable in ("TORSH_EVENTS_DIR", "TORSH_METRICS")]
                 if any(wants) and _LINE in sys.modules:
                     recording = importlib.import_module("torsh_distributed.launch.worker.recording.event_recording")

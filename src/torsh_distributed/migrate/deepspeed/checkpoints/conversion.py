@@ -1,4 +1,4 @@
-"""What to do with a checkpoint of DeepSpeed: load it into an Engine, keep it as a checkpoint of ours, or its weights.
+"""What to do with a checkpoint of DeepSpeed: load it into an Engine, keep it as our checkpoint, or its weights.
 
 Every rank calls `load_deepspeed` and reads what its own part of the plan needs. The other two run in one process.
 """
@@ -38,7 +38,7 @@ def load_deepspeed(
 def convert_checkpoint(
     source: str | Path, directory: str | Path, tag: str | None = None, *, inert: Sequence[str] = ()
 ) -> Path:
-    """Write a checkpoint of DeepSpeed as one of ours, which `engine.load` reads under any plan; returns its directory.
+    """Write a checkpoint of DeepSpeed as one that `engine.load` reads under any plan; returns its directory.
 
     The script's client state is kept under `client_state`, as far as it is plain values.
     """

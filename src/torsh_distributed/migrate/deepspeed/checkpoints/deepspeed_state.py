@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed as a state that any plan of ours can load: whole tensors by name, read as they are needed.
+"""A checkpoint of DeepSpeed as a state that any of our plans can load: whole tensors by name, read as they are needed.
 
 Stages 0 to 3 and universal checkpoints, of any number of data-parallel ranks, and the stages of a pipeline. Weights are
 the fp32 ones that the optimizer keeps; what it does not train comes from the model files.

@@ -1,6 +1,6 @@
 """Checkpoints under tags: `save_dir/tag/`, and `save_dir/latest` with the newest tag.
 
-A tag's directory holds a checkpoint of ours (sharded, hashed, readable at any world size) and what an engine keeps
+A tag's directory holds our checkpoint (sharded, hashed, readable at any world size) and what an engine keeps
 beside it. A directory that DeepSpeed itself wrote is read as well.
 """
 

@@ -1,4 +1,4 @@
-"""Hosts and slots of a Horovod job, as nodes and workers of ours; imports no torch."""
+"""Hosts and slots of a Horovod job, as our nodes and workers; imports no torch."""
 
 from __future__ import annotations
 

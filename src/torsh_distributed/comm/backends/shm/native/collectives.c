@@ -541,7 +541,7 @@ int tsh_exchange(tsh_group *group, const tsh_move *move, int dtype, size_t amoun
         if (all_in_common(group, TSH_APART, common)) {
             return (move->write != NULL ? write_apart : read_apart)(group, move, common, sent);
         }
-        step = group->step + 1; /* anew, with those who have one */
+        step = group->step + 1; /* again, with those who have one */
         move->put(group, move, 0, step);
         status = tsh_meet(group);
     }

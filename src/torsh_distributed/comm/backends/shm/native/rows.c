@@ -31,7 +31,7 @@ static const char *later_row(const tsh_exchange_state *state, int rank, size_t r
     return row_for(state, rank, row + TSH_ROWS_AHEAD < end ? row + TSH_ROWS_AHEAD : row);
 }
 
-/* Copy a row while a later one is fetched: rows lie anywhere, and the hardware's own prefetch starts anew at each. */
+/* Copy a row while a later one is fetched: rows lie anywhere, and the hardware's own prefetch starts from scratch at each. */
 static void copy_row(char *restrict to, const char *restrict from, const char *later, size_t row_bytes) {
     size_t at = 0;
     for (; at + TSH_CACHE_LINE <= row_bytes; at += TSH_CACHE_LINE) {

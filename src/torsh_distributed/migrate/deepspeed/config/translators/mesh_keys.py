@@ -224,7 +224,7 @@ def _quantized(one: Translation) -> None:
         one.equivalent(f"{_ZERO}.zero_quantized_gradients", means, "8 bits where ZeRO++ sends 4")
     else:
         one.honoured(f"{_ZERO}.zero_quantized_gradients")
-    one.equivalent(f"{_ZERO}.zeropp_loco_param.err_beta", "compress.error_feedback = ef14", "error feedback of ours")
+    one.equivalent(f"{_ZERO}.zeropp_loco_param.err_beta", "compress.error_feedback = ef14", "our error feedback")
     one.hint(f"{_ZERO}.zeropp_loco_param.reset_T", "what was dropped is never thrown away")
 
 

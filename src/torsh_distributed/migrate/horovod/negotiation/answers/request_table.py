@@ -52,7 +52,7 @@ class RequestNumbers:
         self._requests[number] = request
 
     def forget(self, number: int) -> None:
-        """Use a number no more."""
+        """Stop using a number."""
         request = self._requests.pop(number, None)
         if request is not None:
             self._numbers.pop(request, None)
