@@ -95,6 +95,7 @@ def test_importing_wraps_three_functions_of_torch_and_adds_our_backends() -> Non
         ["--version"],
         ["run", "--help"],
         ["bench", "--help"],
+        ["demo", "--help"],
         ["plan", "validate", PLAN, "--world", "4"],
         ["plan", "show", PLAN],
         ["explain", "OperationTimeout"],
@@ -116,6 +117,16 @@ def test_metrics_are_ready_before_torch_is_imported() -> None:
     assert done.returncode == 0
 
 
+def test_training_imports_no_pipelines_and_no_compiler() -> None:
+    """Both cost a second, in every rank of every job."""
+    code = (
+        "import sys, torsh_distributed as td; td.parallelize;"
+        " sys.exit(' '.join({'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "\n"
+
+
 def test_help_needs_no_pydantic() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED, "run", "--help"], capture_output=True, text=True, timeout=60)
     assert "pydantic" not in done.stderr.splitlines()[-1].split()
@@ -128,4 +139,4 @@ def test_a_job_is_launched_without_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hello") == 2
-    assert "torch" not in done.stderr.splitlines()[-1].split()
+    assert not {"torch", "numpy", "tarfile"} & set(done.stderr.splitlines()[-1].split())

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.observe.bug_report import MASK, SecretMask, collect
+from torsh_distributed.observe.bug_report import collect
 from torsh_distributed.observe.machine.diagnostic_result import DiagnosticResult
+from torsh_distributed.observe.secret_mask import MASK, SecretMask
 
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuv",

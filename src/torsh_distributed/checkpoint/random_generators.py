@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.groups import process_group
+
 
 def random_state() -> dict[str, Any]:
     """States of torch's generators on the host and on every GPU in use, of Python's, and of numpy's if it is loaded."""
@@ -50,3 +53,16 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed % 2**32)
+
+
+def gather_random_states() -> list[dict[str, Any]]:
+    """The states of torch's, Python's and numpy's generators, by rank; every rank calls this and gets all of them."""
+    return all_gather_object(random_state())
+
+
+def restore_random_states(states: Sequence[dict[str, Any]], *, seed: int) -> None:
+    """Restore this rank's generators; in a world of another size, seed them with `seed`."""
+    if len(states) != process_group.world_size():
+        reseed(seed)
+        return
+    restore_random_state(states[process_group.rank()])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed import events
+from torsh_distributed.checkpoint.random_generators import gather_random_states, restore_random_states
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
@@ -35,7 +36,6 @@ from torsh_distributed.train.batches import (
     split_rows,
     to_device,
 )
-from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.inference.evaluation import evaluate
 from torsh_distributed.train.inference.export import export_model
 from torsh_distributed.train.inference.generation import generate
@@ -49,8 +49,7 @@ from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
 from torsh_distributed.train.losses.step_weights import StepWeights
-from torsh_distributed.train.precision import make_precision
-from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.precision import decides_on_device, make_precision, only_if_finite
 from torsh_distributed.train.speed.attention_kernel import attending_with
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -145,3 +145,25 @@ def cast_buffers(model: nn.Module, config: PrecisionConfig) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 module._buffers[name] = buffer.to(_DTYPES[config.buffer_dtype])
+
+
+def decides_on_device(optimizer: Optimizer, norm: Tensor) -> bool:
+    """Whether `only_if_finite` works: torch's fused optimizers read the flag that GradScaler sets in their kernels.
+
+    Without it the host must read the norm before it queues the update, and the GPU is idle meanwhile.
+    """
+    takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return norm.is_cuda and takes_flag and all(group.get("fused") for group in optimizer.param_groups)
+
+
+@contextmanager
+def only_if_finite(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
+    """Inside, an optimizer step changes neither parameters nor state unless `norm` is finite."""
+    flagged: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": torch.isfinite(norm).logical_not().float()}
+    for name, value in flagged.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in flagged:
+            delattr(optimizer, name)

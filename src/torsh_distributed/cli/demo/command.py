@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.cli.demo.demo_plan import plan_for
 from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
     Dashboard,
@@ -20,6 +19,7 @@ from torsh_distributed.cli.observe.options import (
 )
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import ElasticSpec, Entry, EntryKind, JobSpec
+from torsh_distributed.train.demos.demo_plan import plan_for
 
 DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp", "MOE": "moe"})
 

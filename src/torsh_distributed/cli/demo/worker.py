@@ -11,7 +11,6 @@ from rich.console import Console
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
-from torsh_distributed.cli.demo.demo_plan import plan_for
 from torsh_distributed.cli.demo.progress_report import CheckpointStalls, TrainReport
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
@@ -20,6 +19,7 @@ from torsh_distributed.launch.worker.init import distributed
 from torsh_distributed.plan import CheckpointConfig, Plan
 from torsh_distributed.train import EfficiencyMeter, Engine, parallelize
 from torsh_distributed.train.demos import DEMOS, Demo
+from torsh_distributed.train.demos.demo_plan import plan_for
 
 _WARM_UP_STEPS = 1
 """Not measured: the first step allocates what the others reuse."""

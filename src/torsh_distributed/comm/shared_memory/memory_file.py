@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -78,6 +76,12 @@ _POPULATE_WRITE = 23
 be made would end the process."""
 
 
+def _address_of(data: memoryview) -> int:
+    import numpy as np  # the launcher uses this module too, and starts faster without
+
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
 class MemoryFile:
     """Memory that all ranks of a node have mapped, with the file behind it until `close`; the memory stays."""
 
@@ -85,7 +89,7 @@ class MemoryFile:
         """`file` is what is mapped, and is closed here; the memory begins at byte `start` of it."""
         self.memory = memoryview(mapped)[start:]
         self._start = start
-        self._first = int(np.frombuffer(self.memory, dtype=np.uint8).ctypes.data)
+        self._first = _address_of(self.memory)
         self._file = file
         self.close = weakref.finalize(self, os.close, file)
         """Let go of the file; happens by itself with the last reference."""
@@ -101,7 +105,7 @@ class MemoryFile:
         begin = start - start % mmap.PAGESIZE
         # Both without the interpreter's lock, which mmap.madvise and a copy between memoryviews would hold.
         if _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(start + len(data) - begin), _POPULATE_WRITE) == 0:
-            ctypes.memmove(start, int(np.frombuffer(data, dtype=np.uint8).ctypes.data), len(data))
+            ctypes.memmove(start, _address_of(data), len(data))
             return
         # An older kernel; or no memory, which the file says in words.
         done = 0

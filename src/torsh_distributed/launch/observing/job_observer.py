@@ -16,7 +16,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import JobSpec
-from torsh_distributed.observe.bug_report import SecretMask
+from torsh_distributed.observe.secret_mask import SecretMask
 from torsh_distributed.observe.serving.observer_process import ObserverProcess
 from torsh_distributed.observe.settings import ObserveSettings
 

@@ -22,8 +22,8 @@ from torsh_distributed.parallel.expert.placed_experts import placed_experts
 from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.pipeline.runtime import LossFn
 from torsh_distributed.parallel.sharded.module import SeparateShards
+from torsh_distributed.parallel.strategy import LossFn
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> None:

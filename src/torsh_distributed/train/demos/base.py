@@ -11,15 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from torsh_distributed.plan import TrainingConfig
-
-DEFAULTS: dict[str, TrainingConfig] = {
-    "gpt": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
-    "moe": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
-    "mlp": TrainingConfig(steps=300, batch_size=100, learning_rate=1e-2),
-}
-"""The training section of each demo."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torsh_distributed.plan import Plan
-from torsh_distributed.train.demos import DEFAULTS
+from torsh_distributed.plan import Plan, TrainingConfig
+
+DEFAULTS: dict[str, TrainingConfig] = {
+    "gpt": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
+    "moe": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
+    "mlp": TrainingConfig(steps=300, batch_size=100, learning_rate=1e-2),
+}
+"""The training section of each demo."""
 
 
 def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
