@@ -103,7 +103,7 @@ def test_a_mismatch_names_both_sides_on_every_rank(world: World, case: str, side
     assert len(set(answers)) == 1, "every rank says the same"
     assert "operation number 2 differs between ranks: rank 0 calls" in answers[0]
     assert "rank 1 calls" in answers[0]
-    assert answers[0].count("test_matching.py:") == 2
+    assert answers[0].count("test_call.py:") == 2
     for side in sides:
         assert side in answers[0]
 
