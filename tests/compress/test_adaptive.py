@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from tests.bed.world import World
 from torsh_distributed import events
 from torsh_distributed.compress import GradientCompressor
 from torsh_distributed.compress.adaptive import (
     AdaptiveCompression,
-    configure_compression,
     loss_stability,
     settings_for_stability,
 )
-from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.plan import CompressConfig
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.plan import CompressConfig, Plan
+from torsh_distributed.train import parallelize
 
 
 def compressor(method: str) -> GradientCompressor:
@@ -96,23 +97,63 @@ def test_stability_and_settings_at_their_edges() -> None:
     assert settings_for_stability(0.8, config).warmup_steps == 7
 
 
-@pytest.mark.parametrize(
-    ("num_parameters", "gbps", "tolerance", "method", "period"),
-    [
-        (10**9, 1.0, 0.0, "topk:0.001", 40),
-        (10**11, 1.0, 0.0, "topk:0.001", 10),
-        (10**9, 10.0, 0.0, "topk:0.01", 4),
-        (10**9, 100.0, 0.2, "int8", 4),
-        (10**9, 100.0, 0.1, "none", 4),
-    ],
-)
-def test_a_first_guess(num_parameters: int, gbps: float, tolerance: float, method: str, period: int) -> None:
-    config = configure_compression(num_parameters, gbps, tolerance)
-    assert (config.method, config.period) == (method, period)
-
-
 def test_what_cannot_adapt_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="no number"):
         AdaptiveCompression(compressor("int8"))
     with pytest.raises(InvalidArgument, match="needs the loss"):
         AdaptiveCompression(compressor("topk:0.1"), "loss_aware").step()
+
+
+def test_a_resume_goes_on_with_the_number_and_the_records() -> None:
+    config = CompressConfig(method="topk:0.1", warmup_steps=0, adapt="aggressive")
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(5000, generator=generator) for _ in range(30)]
+
+    def train(chosen: GradientCompressor, some: list[torch.Tensor]) -> list[str]:
+        methods = []
+        for gradient in some:
+            chosen.compress("weight", gradient)
+            chosen.step()
+            chosen.adapt(1.0)
+            methods.append(chosen.config.method)
+        return methods
+
+    whole = train(GradientCompressor(config), gradients)
+    first, second = GradientCompressor(config), GradientCompressor(config)
+    before = train(first, gradients[:15])
+    second.load_state_dict(first.state_dict())
+    assert before + train(second, gradients[15:]) == whole
+    assert len(set(whole)) == 4, "it changes every ten steps"
+
+
+@pytest.mark.parametrize(("method", "adapt"), [("int8", "aggressive"), ("none", "loss_aware"), ("auto", "loss_aware")])
+def test_a_plan_without_a_number_to_adapt_is_refused(method: str, adapt: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"compress\.adapt.*: \w+ (has no number|is no method)"):
+        Plan(compress={"method": method, "adapt": adapt})
+
+
+def train_adapted(num_steps: int) -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+    plan = Plan.model_validate(
+        {
+            "mesh": {"dp": 2},
+            "training": {"steps": num_steps},
+            "compress": {"method": "topk:0.1", "warmup_steps": 0, "skip_below_numel": 0, "adapt": "aggressive"},
+        }
+    )
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=functional.mse_loss)
+    inputs = torch.randn(16, 16)
+    losses, methods = [], []
+    for batch in engine.batches([(inputs, inputs[:, :4].sin())]):
+        losses.append(engine.step(batch))
+        assert engine.strategy.compressor is not None
+        methods.append(engine.strategy.compressor.config.method)
+    return methods, losses
+
+
+def test_an_engine_adapts_on_every_rank_alike(world: World) -> None:
+    (methods, losses), (others, _) = world.run(train_adapted, 25, num_ranks=2)
+    assert methods == others
+    assert list(dict.fromkeys(methods)) == ["topk:0.1", "topk:0.12", "topk:0.144"]
+    assert losses[-1] < losses[0] / 2

@@ -1,6 +1,5 @@
 from torsh_distributed.compress.adaptive import AdaptationStrategy as AdaptationStrategy
 from torsh_distributed.compress.adaptive import AdaptiveCompression as AdaptiveCompression
-from torsh_distributed.compress.adaptive import configure_compression as configure_compression
 from torsh_distributed.compress.codecs.base import Averaged as Averaged
 from torsh_distributed.compress.codecs.base import Codec as Codec
 from torsh_distributed.compress.codecs.base import Key as Key

@@ -1,24 +1,26 @@
 """AdaptiveCompression: how much to send, adapted during training by the compression error or by the loss.
 
-`auto` decides which codec is fastest; this decides how much a codec may leave out. Both emit events.
+`auto` decides which codec is fastest; this decides how much a codec may leave out, under `compress.adapt` after every
+step of an Engine. Both emit events.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.compress.compressor_state import CompressorState
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import CompressConfig
-from torsh_distributed.plan.sections.compress import METHODS
+from torsh_distributed.plan.sections.compress import ADAPTABLE, METHODS
 
 _NUM_RECORDS = 10
 _SHARES = (0.0001, 1.0)
@@ -62,7 +64,7 @@ class AdaptiveCompression:
 
     def __init__(
         self,
-        compressor: GradientCompressor,
+        compressor: CompressorState,
         strategy: AdaptationStrategy | str = AdaptationStrategy.CONSERVATIVE,
         *,
         impact: Callable[[], float] | None = None,
@@ -93,6 +95,15 @@ class AdaptiveCompression:
             self._scale(1 - pace.change, f"impact {mean:.4f} is below {pace.send_less_below}: fewer bytes")
         elif mean > pace.send_more_above:
             self._scale(1 + pace.change, f"impact {mean:.4f} is above {pace.send_more_above}: more bytes")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has recorded; the compressor's own state has the method."""
+        return {"num_steps": self._num_steps, "records": list(self._records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; every rank loads its own."""
+        self._num_steps = int(state["num_steps"])
+        self._records = deque(state["records"], maxlen=_NUM_RECORDS)
 
     def _seen(self, loss: float | None) -> float | None:
         if self.strategy is not AdaptationStrategy.LOSS_AWARE:
@@ -136,10 +147,10 @@ class AdaptiveCompression:
 
     def _check_number(self) -> None:
         config = self._compressor.config
-        if config.name not in ("topk", "randomk", "bernoulli", "layerwise", "nbit", "powersgd"):
+        if config.name not in ADAPTABLE:
             raise InvalidArgument(
                 f"method {config.method!r} has no number for how much is sent",
-                hint="use topk, randomk, bernoulli, layerwise, nbit or powersgd; or the strategy loss_aware",
+                hint=f"use one of {', '.join(ADAPTABLE)}; or the strategy loss_aware",
                 method=config.method,
             )
 
@@ -160,16 +171,3 @@ def settings_for_stability(stability: float, config: CompressConfig) -> Compress
     if stability > 0.7:
         return config.replace(method="topk:0.01", period=2)
     return config.replace(method="bf16", period=4)
-
-
-def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressConfig:
-    """A first guess from the model's size, the link and the tolerated error (relative; 0.1 is much).
-
-    `auto` measures instead; this is for a config written before the machines are there.
-    """
-    period = round((1 if num_parameters > 1e10 else 4) * max(1.0, 10 / bandwidth_gbps))
-    if bandwidth_gbps < 10:
-        return CompressConfig(method="topk:0.001", period=period)
-    if bandwidth_gbps < 25:
-        return CompressConfig(method="topk:0.01", period=period)
-    return CompressConfig(method="int8" if tolerance > 0.1 else "none", period=period)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.compress.adaptive import AdaptiveCompression
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.compress.compressor_state import CompressorState
@@ -55,8 +57,36 @@ class GradientCompressor(CompressorState):
         super().__init__(config, seed=seed, codec=codec)
         # The sum of the differences received so far, by sender, for `decompress`.
         self._received = DifferenceFeedback()
+        self._adaptation: AdaptiveCompression | None = None
         if group is not None:
             self.use_group(group)
+
+    def adapt(self, loss: float) -> None:
+        """After a training step: change how much is sent, as `compress.adapt` says; every rank calls this."""
+        adaptation = self._adaptation_now()
+        if adaptation is not None:
+            adaptation.step(loss)
+
+    def _adaptation_now(self) -> AdaptiveCompression | None:
+        """Of the settings in force: they may change while training."""
+        wanted = self.config.adapt
+        if wanted == "none":
+            self._adaptation = None
+        elif self._adaptation is None or self._adaptation.strategy != wanted:
+            self._adaptation = AdaptiveCompression(self, wanted)
+        return self._adaptation
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        adaptation = self._adaptation_now()
+        return super().state_dict() | ({} if adaptation is None else {"adaptation": adaptation.state_dict()})
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        adaptation = self._adaptation_now()
+        if adaptation is not None and "adaptation" in state:
+            adaptation.load_state_dict(state["adaptation"])
 
     # --- by hand ----------------------------------------------------------------------------------------------
 

@@ -200,6 +200,9 @@ class CompressorState:
                 hint="make a new GradientCompressor with another codec",
                 method=new.method,
             )
+        self._continue_with(new)
+
+    def _continue_with(self, new: CompressConfig) -> None:
         is_same = (new.method, new.error_feedback) == (self._config.method, self._config.error_feedback)
         if not is_same and not self._has_own_codec:
             self._codec = _codec_for(new)
@@ -237,6 +240,7 @@ class CompressorState:
             "feedback": self._feedback.state_dict(),
             "codec": self._codec.state_dict(),
             "method": self._config.method,
+            "period": self._config.period,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,6 +258,8 @@ class CompressorState:
         saved_by = None if state["home"] is None else (int(state["home"][0]), int(state["home"][1]))
         here = self._place
         is_own = saved_by is None or here is None or saved_by == here
+        if self._config.adapt != "none":
+            self._continue_with(self._config.replace(method=state["method"], period=int(state["period"])))
         self.num_steps = int(state["num_steps"])
         self._feedback.load_state_dict(state["feedback"], is_own=is_own)
         self.reset_codec()

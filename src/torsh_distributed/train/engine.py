@@ -338,24 +338,40 @@ class Engine:
         self.ledger.commit(self.num_steps - int(is_done))
         if self.changes is not None:
             self.changes.update_done()
-        comm_s = self.strategy.take_comm_s()
-        if events.wanted(events.StepEvent):
-            events.emit(
-                events.StepEvent(
-                    step=self.num_steps if is_done else self.num_steps + 1,
-                    loss=loss,
-                    duration_s=time.monotonic() - update.started,
-                    comm_s=comm_s,
-                    num_samples=self.feed.num_global(update.num_samples),
-                    grad_norm=None if norm is None else norm.wait(),
-                    learning_rate=rate,
-                    loss_scale=scale,
-                    is_skipped=not is_done,
-                )
-            )
+        self._tell(update, loss, norm, rate=rate, scale=scale, is_done=is_done)
+        if is_done and self.strategy.compressor is not None:
+            self.strategy.compressor.adapt(loss)
         if is_done and (self.opened_checkpoints is not None or self.plan.checkpoint.enabled):
             self.checkpoints.after_step(loss)
         return loss
+
+    def _tell(
+        self,
+        update: Update,
+        loss: float,
+        norm: HostValue | None,
+        *,
+        rate: float | None,
+        scale: float | None,
+        is_done: bool,
+    ) -> None:
+        """Emit the step's event, if somebody listens."""
+        comm_s = self.strategy.take_comm_s()
+        if not events.wanted(events.StepEvent):
+            return
+        events.emit(
+            events.StepEvent(
+                step=self.num_steps if is_done else self.num_steps + 1,
+                loss=loss,
+                duration_s=time.monotonic() - update.started,
+                comm_s=comm_s,
+                num_samples=self.feed.num_global(update.num_samples),
+                grad_norm=None if norm is None else norm.wait(),
+                learning_rate=rate,
+                loss_scale=scale,
+                is_skipped=not is_done,
+            )
+        )
 
     def settle(self) -> None:
         """Wait for the last update; raise NonFiniteLoss if its gradient was not finite. Every rank calls this.

@@ -85,6 +85,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"compress": {"error_feedback": "ef14"}},
         2,
     ),
+    "adapted-compression-of-parts": (
+        {"mesh": {"shard": 2}, "compress": {"method": "topk:0.1", "adapt": "conservative"}},
+        {"compress": {"adapt": "none"}},
+        2,
+    ),
     "compression-of-shards-with-context": (
         {"mesh": {"shard": 2, "cp": 2}, "compress": {"method": "int8"}},
         {"mesh": {"dp": 2, "shard": 1}},

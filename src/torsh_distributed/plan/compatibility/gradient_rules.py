@@ -177,6 +177,16 @@ GRADIENT_RULES = (
         way_out='set compress.error_feedback = "ef14", or add replicas: mesh.dp above 1',
     ),
     CompatibilityRule(
+        name="adapted-compression-of-parts",
+        keys=("compress.adapt", "mesh.shard", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
+        clashes=lambda plan: (
+            plan.compress.adapt != "none"
+            and max(plan.mesh.shard, plan.mesh.tp, plan.mesh.pp, plan.mesh.cp, plan.mesh.ep) > 1
+        ),
+        reason="ranks with different parameters see different errors, and would send different amounts",
+        way_out='set compress.adapt = "none", or use replicas alone: mesh.dp',
+    ),
+    CompatibilityRule(
         name="compression-of-shards-with-context",
         keys=("compress.method", "mesh.shard", "mesh.cp"),
         clashes=lambda plan: compresses(plan) and plan.mesh.shard > 1 and plan.mesh.cp > 1,

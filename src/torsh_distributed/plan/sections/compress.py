@@ -85,6 +85,11 @@ METHODS: dict[str, CompressMethod] = {
 """Every method. A codec is added by its module and a line here."""
 
 
+ADAPTABLE = ("topk", "randomk", "bernoulli", "layerwise", "nbit", "powersgd")
+"""Methods whose number says how much is sent."""
+_GIVE_ONE = f"use one of {', '.join(ADAPTABLE)}"
+
+
 class CompressConfig(Section):
     """The compression method, and how its error is kept from accumulating."""
 
@@ -107,6 +112,10 @@ class CompressConfig(Section):
 
     period: int = Field(default=1, ge=1)
     """Compress one step out of this many; the others are sent uncompressed."""
+
+    adapt: Literal["none", "conservative", "aggressive", "loss_aware"] = "none"
+    """Change the method's number while training, by how much its messages leave out: every 100 steps by 10 %, or every
+    10 steps by 20 %. `loss_aware` goes by the loss: the steadier it is, the less is sent."""
 
     skip_below_numel: int = Field(default=1024, ge=0)
     """Tensors with fewer elements are sent uncompressed: they would save little."""
@@ -136,6 +145,10 @@ class CompressConfig(Section):
             yield Problem("method", f"compress.method {name!r} is unknown", did_you_mean(name, METHODS) or known)
             return
         wanted = METHODS[name].number
+        if self.adapt == "loss_aware" and name in ("none", "auto"):
+            yield Problem("adapt", f"compress.adapt loss_aware: {name} is no method to adapt", _GIVE_ONE)
+        elif self.adapt not in ("none", "loss_aware") and name not in ADAPTABLE:
+            yield Problem("adapt", f"compress.adapt: {name} has no number for how much is sent", _GIVE_ONE)
         if wanted is None:
             if colon:
                 text = f"compress.method {name} takes no number; got {self.method!r}"
