@@ -46,7 +46,7 @@ train: $(RUNTIME) ## set up and train a small GPT on two local workers
 test: $(READY) ## set up and run every test this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-unit: $(READY) ## the quick tests that start no ranks, jobs, servers or interpreters: about 90 seconds
+unit: $(READY) ## the quick tests that start no ranks, jobs, servers or interpreters, with fewer examples of each property: about 75 seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not ranks and not slow and not matrix' $(PYTEST_ARGS)
 
 matrix: $(READY) ## the long form of the tables of combinations, and what takes a server or a browser for long

@@ -27,7 +27,14 @@ pytest_plugins = ["tests.bed.needs", "tests.bed.leaks", "tests.bed.gates"]
 
 # The same examples in every run, however long one takes: what fails, fails for all, and a busy machine fails nothing.
 settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=25)
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make unit` tries fewer examples of each property."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,7 @@ def descend(method: str, feedback: str, *, num_steps: int = 200) -> float:
     return loss().item()
 
 
+@pytest.mark.slow
 def test_signs_alone_never_get_there_and_with_feedback_they_do() -> None:
     assert descend("sign", "none") > 0.19, "x1 + x2 cannot change"
     assert descend("sign", "ef14") < 0.02
@@ -101,6 +102,7 @@ def heterogeneous(feedback: str) -> float:
     return float((x - goal).norm())
 
 
+@pytest.mark.slow
 def test_where_ranks_disagree_ef21_gets_there_and_ef14_stays_around() -> None:
     distance = {feedback: heterogeneous(feedback) for feedback in ("none", "ef14", "ef21")}
     assert distance["ef21"] < 1e-2 < distance["ef14"] / 10 < distance["ef14"] < distance["none"]
