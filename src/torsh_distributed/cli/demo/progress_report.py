@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -88,6 +89,8 @@ class TrainReport:
 
     def plot(self, path: Path, *, title: str) -> None:
         """Write the loss curve as a PNG; raises FeatureNotAvailable without matplotlib."""
+        # Where HOME cannot be written, it says in two long lines that it keeps its cache elsewhere.
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
