@@ -26,6 +26,7 @@ MARK_VARIABLE = "TORSH_JOB_MARKS"
 _EXIT_WAIT_S = 2.0
 _ROUND_S = 2.0
 _TRACKER_WAIT_S = 2.0
+_BEGIN_WAIT_S = 1.0
 _NO_MARK = "-"
 """No job's mark: they are digits."""
 
@@ -101,11 +102,20 @@ def kill_session(session: int) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether it is the process in which Python keeps the names of what a program shares."""
+    """Whether it is the process in which Python keeps the names of what a program shares.
+
+    One that has just begun a program has no arguments for a moment, on a busy machine for milliseconds: it is asked
+    again. One that is ending has none either, and no program.
+    """
+    process = Path(f"/proc/{pid}")
+    deadline = time.monotonic() + _BEGIN_WAIT_S
     try:
-        return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < deadline:
+            (process / "exe").readlink()
+            time.sleep(0.001)
     except OSError:
         return False
+    return b"from multiprocessing.resource_tracker import main" in command
 
 
 def _await_end(pids: Iterable[int], deadline: float) -> None:
