@@ -66,6 +66,13 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in known)
 
 
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Ranks import what a test sends them by its full name."""
+    tests = Path(__file__).parent
+    folders = {path.parent for path in tests.rglob("*.py")}
+    assert {str(folder.relative_to(tests)) for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
 NOT_PLAIN = r"\bof ours\b|\banew\b|\bmend(s|ed|ing)?\b|behind its back|\bworth nothing\b|'s word on\b|looks? no more\b"
 """Words that a reader stumbles over; there is a common one for each."""
 
