@@ -124,6 +124,9 @@ def test_a_resume_goes_on_with_the_number_and_the_records() -> None:
     second.load_state_dict(first.state_dict())
     assert before + train(second, gradients[15:]) == whole
     assert len(set(whole)) == 4, "it changes every ten steps"
+    other = GradientCompressor(config.replace(method="nbit:4"))
+    other.load_state_dict(first.state_dict())
+    assert other.config.method == "nbit:4", "the plan names another method"
 
 
 @pytest.mark.parametrize(("method", "adapt"), [("int8", "aggressive"), ("none", "loss_aware"), ("auto", "loss_aware")])

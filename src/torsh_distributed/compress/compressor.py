@@ -58,6 +58,7 @@ class GradientCompressor(CompressorState):
         # The sum of the differences received so far, by sender, for `decompress`.
         self._received = DifferenceFeedback()
         self._adaptation: AdaptiveCompression | None = None
+        self._began_with = f"{self.config.method} {self.config.adapt}"
         if group is not None:
             self.use_group(group)
 
@@ -79,13 +80,18 @@ class GradientCompressor(CompressorState):
     @override
     def state_dict(self) -> dict[str, Any]:
         adaptation = self._adaptation_now()
-        return super().state_dict() | ({} if adaptation is None else {"adaptation": adaptation.state_dict()})
+        if adaptation is None:
+            return super().state_dict()
+        return super().state_dict() | {"adaptation": {**adaptation.state_dict(), "began_with": self._began_with}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        adaptation, saved = self._adaptation_now(), state.get("adaptation")
+        goes_on = adaptation is not None and saved is not None and saved["began_with"] == self._began_with
+        if goes_on:  # with the number it had come to; another method or strategy in the plan starts by itself
+            self._continue_with(self.config.replace(method=state["method"], period=int(state["period"])))
         super().load_state_dict(state)
-        adaptation = self._adaptation_now()
-        if adaptation is not None and "adaptation" in state:
+        if goes_on and adaptation is not None:
             adaptation.load_state_dict(state["adaptation"])
 
     # --- by hand ----------------------------------------------------------------------------------------------

@@ -258,8 +258,6 @@ class CompressorState:
         saved_by = None if state["home"] is None else (int(state["home"][0]), int(state["home"][1]))
         here = self._place
         is_own = saved_by is None or here is None or saved_by == here
-        if self._config.adapt != "none":
-            self._continue_with(self._config.replace(method=state["method"], period=int(state["period"])))
         self.num_steps = int(state["num_steps"])
         self._feedback.load_state_dict(state["feedback"], is_own=is_own)
         self.reset_codec()

@@ -431,4 +431,5 @@ def test_experts_of_other_libraries_have_a_number_of_their_own() -> None:
 
 
 def test_experts_that_every_rank_holds_may_have_any_number() -> None:
-    Plan(ep=2, expert=ExpertConfig(num_experts=7, placement="replicated"))
+    plan = Plan(ep=2, expert=ExpertConfig(num_experts=7, placement="replicated"))
+    assert (plan.mesh.ep, plan.expert.num_experts) == (2, 7)
