@@ -15,6 +15,7 @@ from torsh_distributed import known_variables
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.work import group_timeout_s
+from torsh_distributed.comm.groups.divided_world import divide_world
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.groups.process_group import before_destroy
 from torsh_distributed.comm.meeting.node_identity import node_identity
@@ -43,7 +44,8 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
 
     `comm`: the ranks of the job that take part, renumbered from 0; None is all. `process_sets`: sets to register, or
     "dynamic" to allow adding them later. Works under `torsh run` and every launcher that `torsh_distributed.init`
-    knows, and on a torch process group that is up already.
+    knows, and on a torch process group that is up already. If it makes the group itself, `torch.distributed` looks as
+    under Horovod to the script and to other libraries: not initialised.
     """
     if is_up():
         return
@@ -52,6 +54,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
     sets, is_dynamic = _wanted_sets(process_sets)
     if not torch_group_is_up():
         join_job()
+        divide_world()
     members = sorted(int(rank) for rank in comm) if comm else list(range(dist.get_world_size()))
     _check_members(members)
     state = _start(members, is_dynamic=is_dynamic)
