@@ -118,6 +118,16 @@ def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> Non
     assert done.stderr.count("is hidden by torsh_distributed's") == 1
 
 
+def test_a_folder_of_that_name_is_no_package_to_hide(tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()  # as in a repository of examples
+    script = tmp_path / "script.py"
+    script.write_text("import horovod\nprint('version', horovod.__version__)\n")
+    line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert "version 0.28.1" in done.stdout, done.stderr
+    assert "is hidden" not in done.stderr
+
+
 def test_an_unknown_library_and_a_late_install_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="no stand-in") as caught:
         install("horovd")

@@ -262,6 +262,42 @@ def test_training_equals_one_process_on_the_whole_batch(world: World) -> None:
         torch.testing.assert_close(got, plain("sgd"), rtol=0.05, atol=0.01)
 
 
+WORDS = [[[0, 1], [1, 4]], [[2], [4, 4]], [[3, 3], []]]
+"""By step and rank; in the last step one rank has none, and so no gradient."""
+
+
+def _table() -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(6, 3, sparse=True)
+
+
+def sparse_adam() -> Tensor:
+    hvd.init()
+    table = _table()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.1), sparse_as_dense=True)
+    for by_rank in WORDS:
+        optimizer.zero_grad()
+        mine = by_rank[hvd.rank()]
+        if mine:
+            table(torch.tensor(mine)).square().sum().backward()
+        optimizer.step()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+    return table.weight.detach()
+
+
+def test_sparse_gradients_that_travel_as_dense_ones_are_sparse_again_for_the_optimizer(world: World) -> None:
+    table = _table()
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    for by_rank in WORDS:
+        optimizer.zero_grad()
+        words = torch.tensor([word for mine in by_rank for word in mine])
+        (table(words).square().sum() / len(by_rank)).backward()
+        optimizer.step()
+    for weight in world.run(sparse_adam, num_ranks=2, backend=None):
+        torch.testing.assert_close(weight, table.weight.detach())
+
+
 def adasum_training() -> dict[str, Tensor]:
     hvd.init()
     me = hvd.rank()

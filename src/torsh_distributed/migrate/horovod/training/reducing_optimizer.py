@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,13 @@ from torsh_distributed.migrate.horovod.training.reduction_buckets import (
     plan_reduction_buckets,
 )
 from torsh_distributed.migrate.horovod.world_state import world
+
+_TAKE_SPARSE = (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
+_DENSE_ONLY = tuple(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, *_TAKE_SPARSE)
+)
 
 
 @dataclass
@@ -99,7 +107,10 @@ class ReducingOptimizer(Optimizer):
                 if not bucket.is_travelling:
                     bucket.submit()
             sparse = [param for bucket in reduction.buckets for param in bucket.finish()]
-            self._reduce_sparse(sparse)
+            if reduction.sparse_as_dense:
+                self._make_sparse_again(sparse)
+            else:
+                self._reduce_sparse(sparse)
         except HorovodInternalError:
             reduction.drop_step()
             raise
@@ -120,6 +131,19 @@ class ReducingOptimizer(Optimizer):
         for param, wait in waits:
             param.grad = None
             param.grad = wait().coalesce()
+
+    def _make_sparse_again(self, params: Sequence[nn.Parameter]) -> None:
+        """Gradients that travelled as dense ones: the optimizer gets them as backward made them.
+
+        Unless it is one of torch's that take dense ones alone; Horovod has those fail.
+        """
+        if any(isinstance(self, kind) for kind in _DENSE_ONLY):
+            return
+        for param in params:
+            grad = param.grad
+            assert grad is not None, "it was reduced"
+            param.grad = None
+            param.grad = grad.to_sparse(1)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -227,8 +251,6 @@ class ReducingOptimizer(Optimizer):
         reduction.passes_left[param] = left - 1
         if left > 1:
             return
-        if reduction.sparse_as_dense and param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.to_dense()
         bucket = reduction.bucket_of[param]
         bucket.num_missing -= 1
         if bucket.num_missing == 0:

@@ -52,6 +52,7 @@ class Reduction(Protocol):
     compression: type[Compressor] | Compressor
     num_steps: int
     """Steps that were reduced."""
+    sparse_as_dense: bool
 
 
 class ReductionBucket:
@@ -69,6 +70,8 @@ class ReductionBucket:
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._contexts: list[object] = []
+        self._was_sparse: set[int] = set()
+        """Indices of parameters whose gradient travels as a dense one."""
         self._handle: int | None = None
         self.num_missing = len(self.params)
 
@@ -84,6 +87,8 @@ class ReductionBucket:
     def submit(self) -> None:
         """Hand over the gradients as they are now; missing ones count as zero."""
         compression = self._reduction.compression
+        if self._reduction.sparse_as_dense:
+            self._make_dense()
         if isinstance(compression, CodecCompressor):
             self._submit_codec(compression)
         elif _wire_dtype(compression, self.params[0].dtype) is not None:
@@ -94,7 +99,7 @@ class ReductionBucket:
     def finish(self) -> list[nn.Parameter]:
         """Wait, and leave the results in `param.grad`; returns the parameters that some rank has a sparse gradient for.
 
-        Sparse gradients stay as they are.
+        Sparse gradients stay as they are, unless `sparse_as_dense` lets them travel with the rest.
         """
         assert self._handle is not None, "it was submitted"
         handle, self._handle = self._handle, None
@@ -127,6 +132,13 @@ class ReductionBucket:
         if handle is not None and is_up():
             with suppress(HorovodInternalError):  # it failed: nothing uses the buffer any more
                 synchronize(handle)
+
+    def _make_dense(self) -> None:
+        self._was_sparse = set()
+        for index, param in enumerate(self.params):
+            if param.grad is not None and param.grad.is_sparse:
+                self._was_sparse.add(index)
+                param.grad = param.grad.to_dense()
 
     # --- the ways to travel -----------------------------------------------------------------------------------
 
@@ -211,7 +223,7 @@ class ReductionBucket:
     def _set_flags(self, flags: Tensor) -> None:
         flags.zero_()
         for index, param in enumerate(self.params):
-            if param.grad is not None and param.grad.is_sparse:
+            if index in self._was_sparse or (param.grad is not None and param.grad.is_sparse):
                 flags[index] = 1
 
     def _sparse(self, flags: Tensor) -> list[nn.Parameter]:
