@@ -59,6 +59,7 @@ class PlanDraft:
         self._sections: dict[str, dict[str, Any]] = {}
         self.entries: list[KeyVerdict] = []
         self._problems: list[Problem] = []
+        self._at_end: list[tuple[Reader, str, Any]] = []
 
     # --- verdicts -----------------------------------------------------------------------------------------------
 
@@ -114,8 +115,14 @@ class PlanDraft:
             else:
                 self.unknown(f"{prefix}{name}", list(table))
 
+    def at_end(self, reader: Reader, key: str, value: Any) -> None:
+        """Read a key after all others: what becomes of it depends on keys that may come later."""
+        self._at_end.append((reader, key, value))
+
     def finish(self) -> tuple[Plan, MigrationReport]:
         """The plan and the verdicts. Raises ConfigurationError with every problem found."""
+        for reader, key, value in self._at_end:
+            reader(self, key, value)
         report = MigrationReport(self.kind, tuple(self.entries))
         if self._problems:
             raise configuration_error(self._problems, where=f"the {self.kind} settings")
@@ -168,6 +175,27 @@ def by_table(plan_key: str, table: Mapping[Any, Any]) -> Reader:
             draft.problem(key, f"{key} is {shown(value)}", f"it may be: {', '.join(map(str, table))}")
 
     return read
+
+
+def in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
+    """Parameters, gradients and optimizer state in host memory: those of replicas are, of shards only the last."""
+    draft.at_end(_in_host_memory, key, value)
+
+
+def _in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
+    is_sharded = draft.get("mesh.shard") not in (None, 1)
+    draft.put("offload.enabled", True)
+    draft.put("offload.optimizer_state", True)
+    draft.put("offload.params", not is_sharded)
+    draft.put("offload.grads", not is_sharded)
+    if is_sharded:
+        reason = (
+            "the optimizer state of shards is in host memory (offload.optimizer_state = true), they themselves stay on"
+            " the device. If the host has room for a copy on every rank, write mesh.shard = 1 and offload.params = true"
+        )
+        draft.refuse(key, value, reason)
+    else:
+        draft.accept(key, value, "offload.params = true", "the update then runs on the host")
 
 
 def tuning(reason: str, means: str = "") -> Reader:

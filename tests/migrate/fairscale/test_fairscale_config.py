@@ -1,4 +1,4 @@
-"""FairScale's settings as a plan: every key has a verdict, sizes stay sizes, and CPU parameters are offloaded."""
+"""FairScale's settings as a plan: every key has a verdict, sizes stay sizes, and plans can run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ def test_fully_sharded_settings_become_fsdp_and_precision() -> None:
     assert not report.refused
 
 
-def test_cpu_parameters_are_offloaded_and_never_left_unsharded() -> None:
-    plan, _ = FairScaleConfig({"fsdp": {"move_params_to_cpu": True}}).to_plan()
-    assert plan.offload.enabled
-    assert plan.offload.params
+@pytest.mark.parametrize("key", ["move_params_to_cpu", "cpu_offload"])
+def test_parameters_of_shards_are_not_said_to_be_in_host_memory(key: str) -> None:
+    plan, report = FairScaleConfig({"fsdp": {key: True}}).to_plan()
+    assert (plan.offload.enabled, plan.offload.optimizer_state, plan.offload.params) == (True, True, False)
     assert plan.fsdp.strategy == "full_shard"
+    assert report[f"fsdp.{key}"].verdict is Verdict.REFUSED
+    plan.validate(world_size=2)
+    replicas, report = FairScaleConfig({"memory": {"parameter_offloading": True}}).to_plan()
+    assert (replicas.offload.params, len(report.refused)) == (True, 0)
+    replicas.validate(world_size=2)
 
 
 def test_a_microbatch_size_is_not_taken_for_a_count() -> None:

@@ -42,11 +42,12 @@ def test_a_file_that_accelerate_config_writes(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(FSDP)
     plan, report = translate_config(path, world_size=4, fills={}, version=None)
-    assert not report.refused, report
+    assert [entry.key for entry in report.refused] == ["fsdp_config.fsdp_offload_params"]
     assert report.kind == "accelerate"
     assert (plan.fsdp.strategy, plan.precision.dtype, plan.activation.strategy) == ("shard_grad_op", "bf16", "uniform")
     assert plan.fsdp.wrap_classes == ("LlamaDecoderLayer", "Block")
-    assert plan.offload.enabled
+    assert (plan.offload.enabled, plan.offload.optimizer_state, plan.offload.params) == (True, True, False)
+    plan.validate(world_size=4)
     assert AccelerateConfig.from_file(path).launch_options() == ["--nproc-per-node", "4"]
 
 

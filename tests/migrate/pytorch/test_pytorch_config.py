@@ -95,10 +95,14 @@ def test_fsdp1_objects_and_their_names_mean_the_same() -> None:
     plan, report = from_torch(fsdp=given)
     assert plan == from_torch(fsdp=named)[0]
     found = values(plan, "fsdp.strategy", "offload.params", "precision.dtype", "precision.reduce_dtype", "mesh.shard")
-    assert found == ["shard_grad_op", True, "bf16", "fp32", -1]
+    assert found == ["shard_grad_op", False, "bf16", "fp32", -1]
     found = values(plan, "fsdp.backward_prefetch", "fsdp.wrap_classes", "fsdp.ignored_modules")
     assert found == ["backward_post", ("TransformerEncoderLayer",), ("embedding",)]
-    assert not report.refused
+    assert [entry.key for entry in report.refused] == ["fsdp.cpu_offload"]
+    plan.validate(world_size=4)
+    replicas, report = from_torch(fsdp={"cpu_offload": True, "sharding_strategy": "NO_SHARD"})
+    assert (replicas.offload.params, replicas.offload.optimizer_state, len(report.refused)) == (True, True, 0)
+    replicas.validate(world_size=4)
     sized = functools.partial(size_based_auto_wrap_policy, min_num_params=500)
     plan, _ = from_torch(fsdp={"auto_wrap_policy": sized, "sharding_strategy": None})
     assert values(plan, "fsdp.wrap", "fsdp.wrap_min_params", "fsdp.strategy") == ["size", 500, "full_shard"]
@@ -136,7 +140,8 @@ def test_fully_shard() -> None:
     )
     found = values(plan, "fsdp.strategy", "precision.dtype", "offload.enabled")
     assert found == ["shard_grad_op", "fp16", True]
-    assert not report.refused
+    assert [entry.key for entry in report.refused] == ["fully_shard.offload_policy"]
+    plan.validate(world_size=2)
 
 
 def test_files_and_mistakes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torsh_distributed.migrate.plan_draft import (
     Reader,
     by_table,
     for_world,
+    in_host_memory,
     refused,
     same_by,
     stays,
@@ -59,19 +60,22 @@ def _wrapper(draft: PlanDraft, key: str, value: Any) -> None:
         draft.refuse(key, value, "pieces are wrapped by FSDP2; leave it out")
 
 
-def _offloaded(plan_key: str) -> Reader:
-    def read(draft: PlanDraft, key: str, value: Any) -> None:
-        if not value:
-            draft.match(key, value, "", "nothing is offloaded unless asked for")
-            return
-        draft.put("offload.enabled", True)
-        for other in ("offload.params", "offload.grads"):
-            if draft.get(other) is None:
-                draft.put(other, False)
-        draft.put("offload.optimizer_state", True)
-        draft.honour(key, value, plan_key, True, "the update then runs on the host")
+def _offloaded(draft: PlanDraft, key: str, value: Any) -> None:
+    if value:
+        in_host_memory(draft, key, value)
+    else:
+        draft.match(key, value, "", "nothing is offloaded unless asked for")
 
-    return read
+
+def _offloaded_state(draft: PlanDraft, key: str, value: Any) -> None:
+    if not value:
+        draft.match(key, value, "", "nothing is offloaded unless asked for")
+        return
+    draft.put("offload.enabled", True)
+    for other in ("offload.params", "offload.grads"):
+        if draft.get(other) is None:
+            draft.put(other, False)
+    draft.honour(key, value, "offload.optimizer_state", True, "the update then runs on the host")
 
 
 def _neutral_factor(draft: PlanDraft, key: str, value: Any) -> None:
@@ -167,9 +171,9 @@ SECTIONS: dict[str, dict[str, Reader]] = {
         "flatten_parameters": same_by("", "FSDP2 shards each parameter by rows and sends a piece as one"),
         "bucket_cap_mb": tuning("FSDP2 sends the gradients of a piece as one; its size is that of fsdp.wrap"),
         "reshard_after_forward": _reshard,
-        "move_params_to_cpu": _offloaded("offload.params"),
-        "cpu_offload": _offloaded("offload.params"),
-        "move_grads_to_cpu": _offloaded("offload.grads"),
+        "move_params_to_cpu": _offloaded,
+        "cpu_offload": _offloaded,
+        "move_grads_to_cpu": _offloaded,
         "fp32_reduce_scatter": to_key("precision.reduce_dtype", lambda value: "fp32" if value else "same"),
         "force_input_to_fp32": refused("name modules that stay in fp32 in fsdp.ignored_modules"),
         "gradient_predivide_factor": same_by("", "gradients are means either way; FSDP2 divides in two parts"),
@@ -215,9 +219,9 @@ SECTIONS: dict[str, dict[str, Reader]] = {
         "backend": to_key("distributed.backend"),
     },
     "memory": {
-        "cpu_offloading": _offloaded("offload.optimizer_state"),
-        "parameter_offloading": _offloaded("offload.params"),
-        "optimizer_offloading": _offloaded("offload.optimizer_state"),
+        "cpu_offloading": _offloaded_state,
+        "parameter_offloading": _offloaded,
+        "optimizer_offloading": _offloaded_state,
         "gradient_compression": _compresses,
         "memory_defragmentation": refused("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
         "lazy_parameter_init": same_by("", "build the model under torch.device('meta'): each piece is filled in turn"),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, refused, same_by, stays, to_key, tuning
+from torsh_distributed.migrate.plan_draft import (
+    PlanDraft,
+    Reader,
+    in_host_memory,
+    refused,
+    same_by,
+    stays,
+    to_key,
+    tuning,
+)
 from torsh_distributed.migrate.pytorch.fsdp_keywords import FSDP1_KEYWORDS
 
 _STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
@@ -47,14 +56,18 @@ def _recompute(draft: PlanDraft, key: str, value: Any) -> None:
         draft.match(key, value, "", "activations are kept unless asked for")
 
 
-def _offload(plan_key: str) -> Reader:
+def _state_in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
+    draft.put("offload.enabled", True)
+    for other in ("offload.params", "offload.grads"):
+        if draft.get(other) is None:
+            draft.put(other, False)
+    draft.honour(key, value, "offload.optimizer_state", True, "the update runs on the host")
+
+
+def _offload(wanted: Reader) -> Reader:
     def read(draft: PlanDraft, key: str, value: Any) -> None:
         if str(value).lower() in ("cpu", "true", "1"):
-            draft.put("offload.enabled", True)
-            for other in ("offload.params", "offload.grads"):
-                if draft.get(other) is None and plan_key != other:
-                    draft.put(other, plan_key == "offload.params")
-            draft.honour(key, value, plan_key, True, "the update runs on the host")
+            wanted(draft, key, value)
         elif str(value).lower() == "nvme":
             draft.refuse(key, value, "set offload.disk_dir to a directory on the disk")
         else:
@@ -75,7 +88,7 @@ FSDP_KEYS: dict[str, Reader] = {
     "fsdp_version": same_by("", "shards are FSDP2's either way"),
     "fsdp_sharding_strategy": _strategy,
     "fsdp_reshard_after_forward": _reshard,
-    "fsdp_offload_params": _offload("offload.params"),
+    "fsdp_offload_params": _offload(in_host_memory),
     "fsdp_auto_wrap_policy": _wrap,
     "fsdp_min_num_params": to_key("fsdp.wrap_min_params", int),
     "fsdp_transformer_layer_cls_to_wrap": to_key(
@@ -123,8 +136,8 @@ _HOSTS = "run the line on every host: torsh run starts workers on its own machin
 DEEPSPEED_KEYS: dict[str, Reader] = {
     "deepspeed_config_file": stays("torsh migrate FILE", "that file says how to train: make its plan"),
     "zero_stage": _zero_stage,
-    "offload_optimizer_device": _offload("offload.optimizer_state"),
-    "offload_param_device": _offload("offload.params"),
+    "offload_optimizer_device": _offload(_state_in_host_memory),
+    "offload_param_device": _offload(in_host_memory),
     "offload_optimizer_nvme_path": _path,
     "offload_param_nvme_path": _path,
     "gradient_accumulation_steps": _accumulation,
@@ -171,7 +184,7 @@ MEGATRON_KEYS: dict[str, Reader] = {
         "recompute_granularity": tuning("activation.strategy: uniform recomputes layers, selective all but products"),
         "recompute_method": tuning("activation.strategy says what is recomputed"),
         "recompute_num_layers": to_key("activation.every_n_layers", int),
-        "optimizer_cpu_offload": _offload("offload.optimizer_state"),
+        "optimizer_cpu_offload": _offload(_state_in_host_memory),
         "decoder_last_pipeline_num_layers": refused("name split_points in [pipeline]"),
         "use_precision_aware_optimizer": refused("optimizer state is fp32"),
         "overlap_cpu_optimizer_d2h_h2d": tuning("offloaded state is fetched ahead"),

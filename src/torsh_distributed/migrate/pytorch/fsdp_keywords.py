@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, refused, same_by, stays, to_key, tuning
+from torsh_distributed.migrate.plan_draft import (
+    PlanDraft,
+    Reader,
+    in_host_memory,
+    refused,
+    same_by,
+    stays,
+    to_key,
+    tuning,
+)
 
 FORMATS = {
     "float32": "fp32",
@@ -72,10 +81,7 @@ def _offload(draft: PlanDraft, key: str, value: Any) -> None:
     wanted = value is True or word(type(value)) == "CPUOffloadPolicy" or word(value) == "CPUOffloadPolicy"
     wanted = wanted or bool(parts_of(value).get("offload_params"))
     if wanted:
-        draft.put("offload.enabled", True)
-        draft.honour(
-            key, value, "offload.params", True, "with gradients and optimizer state; the update runs on the host"
-        )
+        in_host_memory(draft, key, value)
     else:
         draft.match(key, value, "", "nothing is offloaded unless asked for")
 
