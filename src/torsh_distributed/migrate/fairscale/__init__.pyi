@@ -1,6 +1,5 @@
 from torsh_distributed.migrate.fairscale.fairscale_config import FairScaleConfig as FairScaleConfig
 from torsh_distributed.migrate.fairscale.nn.auto_wrap import auto_wrap as auto_wrap
-from torsh_distributed.migrate.fairscale.nn.auto_wrap import checkpoint_wrapper as checkpoint_wrapper
 from torsh_distributed.migrate.fairscale.nn.auto_wrap import config_auto_wrap_policy as config_auto_wrap_policy
 from torsh_distributed.migrate.fairscale.nn.auto_wrap import default_auto_wrap_policy as default_auto_wrap_policy
 from torsh_distributed.migrate.fairscale.nn.auto_wrap import enable_wrap as enable_wrap
@@ -14,3 +13,4 @@ from torsh_distributed.migrate.fairscale.optim.oss import ShardedGradScaler as S
 from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_size as balance_by_size
 from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_time as balance_by_time
 from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe as Pipe
+from torsh_distributed.migrate.fairscale.recomputing import checkpoint_wrapper as checkpoint_wrapper

@@ -6,28 +6,39 @@ from collections.abc import Callable, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from torsh_distributed.migrate.fairscale import model_parallel
+from torsh_distributed.migrate.fairscale import model_parallel, recomputing
 from torsh_distributed.migrate.fairscale.nn import auto_wrap, fairscale_fsdp, sharded_ddp
 from torsh_distributed.migrate.fairscale.optim import adascale, oss
-from torsh_distributed.migrate.fairscale.pipe import balance_by, device_pipe, skip_connections
+from torsh_distributed.migrate.fairscale.pipe import balance_by, deferred_batch_norm, device_pipe, skip_connections
 
 VERSION = "0.4.13"
 """The FairScale whose surface this is."""
 
+_EXPERTS = "td.MoELayer is ours, with its gate (expert.num_experts_per_token = 2 of a plan); mesh.ep spreads experts"
+_FLAT = "FSDP2 shards each parameter; nothing is flattened"
+_STAGES = "pipelines between processes are mesh.pp of a plan"
 _NOT_HERE = {
     "fairscale.nn": {
-        "MOELayer": "td.MoELayer is ours; experts are spread by mesh.ep of a plan",
-        "Top2Gate": "td.MoELayer has the gate, with expert.num_experts_per_token = 2",
-        "PipeRPCWrapper": "pipelines between processes are mesh.pp of a plan",
-        "FlattenParamsWrapper": "FSDP2 shards each parameter; nothing is flattened",
+        "MOELayer": _EXPERTS,
+        "Top2Gate": _EXPERTS,
+        "PipeRPCWrapper": _STAGES,
+        "FlattenParamsWrapper": _FLAT,
     },
+    "fairscale.nn.misc": {"FlattenParamsWrapper": _FLAT, "ParamBucket": _FLAT, "GradBucket": _FLAT},
+    "fairscale.nn.moe": {"MOELayer": _EXPERTS, "Top2Gate": _EXPERTS},
+    "fairscale.nn.moe.moe_layer": {"MOELayer": _EXPERTS},
+    "fairscale.nn.moe.top2gate": {"Top2Gate": _EXPERTS},
+    "fairscale.nn.misc.flatten_params_wrapper": {"FlattenParamsWrapper": _FLAT, "FlatParameter": _FLAT},
+    "fairscale.nn.model_parallel": dict.fromkeys(
+        ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"), "seed ranks with torch.manual_seed"
+    ),
     "fairscale.nn.data_parallel": {
         "auto_wrap_bn": "wrap batch norms with mixed_precision=False, or set precision.buffer_dtype in a plan",
         "TrainingState": "FSDP2 checks the order of calls itself",
     },
     "fairscale.nn.pipe": {
-        "AsyncPipe": "pipelines between processes are mesh.pp of a plan",
-        "PipeRPCWrapper": "pipelines between processes are mesh.pp of a plan",
+        "AsyncPipe": _STAGES,
+        "PipeRPCWrapper": _STAGES,
         "LazyModule": "build models on the meta device: td.parallelize fills each piece",
     },
     "fairscale.optim": {
@@ -35,7 +46,18 @@ _NOT_HERE = {
         "Precision": "precision.dtype of a plan",
     },
 }
-"""Names of FairScale's that are not here, and what to use."""
+"""Names of FairScale's that are not here, and what to use; importing one raises it."""
+
+MISSING = {
+    "fairscale.experimental": "whose parts that torch has not taken over are not here",
+    "fairscale.internal": "which is FairScale's own",
+    "fairscale.nn.model_parallel.random": "seed ranks with torch.manual_seed",
+    "fairscale.nn.pipe.async_pipe": _STAGES,
+    "fairscale.nn.pipe.rpc": _STAGES,
+    "fairscale.optim.adam": "use torch.optim.Adam(fused=True)",
+    "fairscale.optim.layerwise_gradient_scaler": "use ShardedGradScaler, or bf16",
+}
+"""Modules that are not there, with the reason; `import` of one raises it."""
 
 
 def set_variables(environ: MutableMapping[str, str]) -> None:
@@ -52,21 +74,20 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "get_fsdp_instances": fairscale_fsdp.fsdp_instances,
     }
     sharded = _public(sharded_ddp, "ShardedDataParallel")
-    pipe = _public(device_pipe, "Pipe", "is_checkpointing", "is_recomputing")
+    flags = _public(recomputing, "is_checkpointing", "is_recomputing")
+    pipe = {"Pipe": device_pipe.Pipe, **flags}
     balance = _public(balance_by, "balance_by_time", "balance_by_size")
     scalers = {
         "GradScaler": oss.HalfGradScaler,
         "ShardedGradScaler": oss.ShardedGradScaler,
     }
     scaling = _public(adascale, "AdaScale", "AdaScaleWrapper")
-    recomputing = {
-        "checkpoint_wrapper": auto_wrap.checkpoint_wrapper,
-        **_public(device_pipe, "is_checkpointing", "is_recomputing"),
-    }
+    wrapper = _public(recomputing, "checkpoint_wrapper")
+    switches = _public(recomputing, "disable_checkpointing", "enable_checkpointing", "enable_recomputing")
     found: dict[str, dict[str, Any]] = {
         "fairscale": {"__version__": VERSION, "__version_tuple__": tuple(map(int, VERSION.split(".")))},
         "fairscale.nn": {
-            "checkpoint_wrapper": auto_wrap.checkpoint_wrapper,
+            **wrapper,
             "FullyShardedDataParallel": fairscale_fsdp.FairscaleFsdp,
             **sharded,
             "Pipe": device_pipe.Pipe,
@@ -77,10 +98,14 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "fairscale.nn.data_parallel.sharded_ddp": sharded,
         "fairscale.nn.wrap": wrapping,
         "fairscale.nn.wrap.auto_wrap": wrapping,
-        "fairscale.nn.checkpoint": recomputing,
-        "fairscale.nn.checkpoint.checkpoint_activations": recomputing,
+        "fairscale.nn.checkpoint": {**wrapper, **flags},
+        "fairscale.nn.checkpoint.checkpoint_activations": {**wrapper, **flags, **switches},
+        "fairscale.nn.misc": wrapper,
+        "fairscale.nn.misc.checkpoint_activations": wrapper,
         "fairscale.nn.pipe": pipe,
         "fairscale.nn.pipe.pipe": {"Pipe": device_pipe.Pipe},
+        "fairscale.nn.pipe.checkpoint": {**flags, **switches},
+        "fairscale.nn.pipe.batchnorm": _public(deferred_batch_norm, "DeferredBatchNorm"),
         "fairscale.nn.pipe.balance": balance,
         "fairscale.nn.pipe.skip": {
             **_public(skip_connections, "skippable", "verify_skippables"),
@@ -95,7 +120,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
     }
     found.update(_split_models())
     for module, names in _NOT_HERE.items():
-        found[module]["__getattr__"] = _refusing(module, names)
+        found[module] = {**found.get(module, {}), "__getattr__": _refusing(module, names)}
     return found
 
 

@@ -141,6 +141,35 @@ def test_mixed_precision_computes_in_one_format_and_keeps_another(world: World) 
     assert world.run(mixed_precision, num_ranks=2) == [("torch.bfloat16", "torch.float32", True)] * 2
 
 
+class Alone:
+    """A group of one rank, as scripts and FairScale's own tests write one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_modules_are_wrapped_without_a_process_group() -> None:
+    model, plain = layers(), layers()
+    with enable_wrap(wrapper_cls=FairscaleFsdp, process_group=Alone()):
+        wrapped = wrap(auto_wrap(model, auto_wrap_policy=_small))
+    assert isinstance(wrapped, FairscaleFsdp)
+    assert (wrapped.rank, wrapped.world_size, len(fsdp_instances(wrapped))) == (0, 1, 4)
+    inputs, targets = data(0)
+    optimizers = Adam(wrapped.parameters(), lr=0.05), Adam(plain.parameters(), lr=0.05)
+    for one, optimizer in zip((wrapped, plain), optimizers, strict=True):
+        mse_loss(one(inputs), targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(wrapped.state_dict(), plain.state_dict())
+    wrapped.load_state_dict(layers().state_dict())
+    with wrapped.summon_full_params(), wrapped.no_sync():
+        torch.testing.assert_close(wrapped.state_dict(), layers().state_dict())
+    with pytest.raises(FeatureNotAvailable, match="neither casts nor moves"):
+        FairscaleFsdp(layers(), Alone(), mixed_precision=True)  # type: ignore[arg-type]  # as scripts do
+
+
 def test_arguments_have_verdicts_and_mistakes_are_named() -> None:
     report = fsdp_verdicts({"bucket_cap_mb": 25, "flatten_parameters": True, "reshard_after_forward": False})
     assert [entry.verdict for entry in report] == [Verdict.HINT, Verdict.EQUIVALENT, Verdict.HONOURED]

@@ -76,8 +76,7 @@ def train_in_many_ways() -> dict[str, float]:
         optimizer.zero_grad()
         inputs, targets = own(step)
         scaler.scale(mse_loss(wrapped(inputs, with_idle=step == 2), targets)).backward()
-        held = [param.grad is not None for param in model.parameters()]
-        assert held == [optimizer.owner(param) == dist.get_rank() for param in model.parameters()], "others are freed"
+        assert all(param.grad is not None for param in (*model.first.parameters(), *model.second.parameters()))
         scaler.unscale_(optimizer)
         optimizer.clip_grad_norm(0.3)
         scaler.step(optimizer)
@@ -87,7 +86,7 @@ def train_in_many_ways() -> dict[str, float]:
 
     model = net()
     optimizer = OSS(model.parameters(), optim=Adam, lr=0.05, weight_decay=0.1)
-    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped = ShardedDataParallel(model, optimizer, reduce_buffer_size=0)
     for step in range(4):
         optimizer.zero_grad()
         inputs, targets = own(step)
@@ -98,6 +97,8 @@ def train_in_many_ways() -> dict[str, float]:
                     loss.backward()
             else:
                 loss.backward()  # without no_sync gradients are sent twice, and still add up
+        held = [param.grad is not None for param in model.parameters()]
+        assert held == [optimizer.owner(param) == dist.get_rank() for param in model.parameters()], "others are freed"
         optimizer.step()
     found["accumulated"] = difference(model, alone(4))
 
@@ -143,6 +144,50 @@ def freeze_and_overflow() -> list[object]:
     with pytest.raises(RuntimeError, match="not been consolidated"):
         optimizer.state_dict()
     return [is_frozen, torch.equal(kept, model.second.weight), scaler.get_scale(), wrapped.first is model.first]
+
+
+def as_fairscale_has_it() -> None:
+    """What scripts and frameworks rely on besides numbers."""
+    model = net()
+    optimizer = OSS(model.parameters(), optim=SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    assert not wrapped.is_multi_device_module
+    assert wrapped.device_type == "cpu"
+    inputs, targets = own(0)
+    mse_loss(wrapped(inputs), targets).backward()
+    for param in model.second.parameters():  # also on ranks that do not own it
+        assert param.grad is not None
+        assert param.grad.norm() > 0
+    with pytest.raises(InvalidArgument, match="no gradients to reduce"):
+        wrapped.reduce()
+    chained = torch.zeros_like(model.first.weight).requires_grad_(True)
+    model.first.weight.grad = chained
+    with pytest.raises(RuntimeError, match="don't require grad"):
+        wrapped(inputs)
+
+
+def test_frameworks_find_what_fairscale_has(world: World) -> None:
+    world.run(as_fairscale_has_it)
+
+
+def passes_that_leave_a_branch_out(reduce_buffer_size: int) -> float:
+    """Two synchronised passes before a step; the second uses only a part of the model."""
+    model, single = net(), net()
+    optimizer = OSS(model.parameters(), optim=SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer, reduce_buffer_size=reduce_buffer_size)
+    other = SGD(single.parameters(), lr=0.1)
+    for step, with_idle in ((0, True), (1, False)):
+        inputs, targets = own(step)
+        mse_loss(wrapped(inputs, with_idle=with_idle), targets).backward()
+        mse_loss(single(data(step)[0], with_idle=with_idle), data(step)[1]).backward()
+    optimizer.step()
+    other.step()
+    return difference(model, single)
+
+
+@pytest.mark.parametrize("reduce_buffer_size", [0, 40, 2**23])
+def test_a_gradient_is_sent_once_however_many_passes_follow(world: World, reduce_buffer_size: int) -> None:
+    assert max(world.run(passes_that_leave_a_branch_out, reduce_buffer_size)) < 1e-6
 
 
 def test_training_equals_one_process(world: World) -> None:

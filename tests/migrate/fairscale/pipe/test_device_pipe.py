@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.fairscale.pipe import skip_connections
 from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_size, balance_by_time
-from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe, is_checkpointing, is_recomputing
+from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe
+from torsh_distributed.migrate.fairscale.recomputing import is_checkpointing, is_recomputing
 
 CPUS = ["cpu", "cpu"]
 
@@ -50,6 +50,27 @@ def test_recomputing_changes_no_gradient_and_no_running_mean(mode: str, num_reco
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_running_means_are_those_of_whole_batches(mode: str, momentum: float | None) -> None:
+    def norms() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)))
+
+    plain, pipe = norms(), Pipe(norms(), [1, 1], devices=CPUS, chunks=3, checkpoint=mode, deferred_batch_norm=True)
+    first = plain[0]
+    for step in range(3):
+        batch = torch.randn(7, 3, 2, 2, generator=torch.Generator().manual_seed(step)) * 3 + 1
+        first(batch)
+        pipe(batch).square().sum().backward()
+    kept = pipe.state_dict()
+    assert kept.keys() == {f"partitions.{name.split('.')[0]}.{name}" for name in plain.state_dict()}
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(kept[f"partitions.0.0.{name}"], first.state_dict()[name])
+    plain.load_state_dict({name.split(".", 2)[2]: value for name, value in kept.items()})
+    torch.testing.assert_close(pipe.eval()(batch), plain.eval()(batch))
+
+
 def test_mistakes_are_those_of_fairscale() -> None:
     with pytest.raises(ValueError, match="balance is required"):
         Pipe(layers(), devices=CPUS)
@@ -59,8 +80,6 @@ def test_mistakes_are_those_of_fairscale() -> None:
         Pipe(layers(), [3, 2], devices=["cpu"])
     with pytest.raises(TypeError, match=r"nn\.Sequential"):
         Pipe(nn.Linear(2, 2), [1], devices=CPUS)  # type: ignore[arg-type]  # a mistake
-    with pytest.raises(FeatureNotAvailable, match="deferred_batch_norm"):
-        Pipe(layers(), [3, 2], devices=CPUS, deferred_batch_norm=True)
     pipe = Pipe(layers(), [3, 2], devices=CPUS)
     with pytest.raises(TypeError, match="denied to move"):
         pipe.to("cpu")

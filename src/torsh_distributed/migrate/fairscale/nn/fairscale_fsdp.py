@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.call import resolve_group
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.migrate.fairscale.nn.fsdp_arguments import FairscaleFsdpArguments
+from torsh_distributed.migrate.fairscale.nn.shard_state import (
+    joined,
+    optimizer_part,
+    whole_optimizer_state,
+    write_part,
+)
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.local_tensors import local_of
 from torsh_distributed.parallel.mesh.mesh_reduction import clip_to_norm, grad_norm, held_by_placement
@@ -26,70 +32,42 @@ from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.torch_internals import tree_map_only
 
-
-@torch.no_grad()
-def write_part(full: Tensor, shard: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into its shard."""
-    part = part_of(full, shard)
-    assert isinstance(part, DTensor), "sharded as its parameter"
-    assert isinstance(shard, DTensor), "a parameter that FSDP2 has sharded"
-    shard.to_local().copy_(part.to_local())
-
-
-def joined(weights: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The whole state from the shards of all ranks, in order of rank, and the whole shapes."""
-    if not weights or len(weights) != len(metadata):
-        raise InvalidArgument(
-            "the shards and the metadata of every rank are needed",
-            num_shards=len(weights),
-            num_metadata=len(metadata),
-        )
-    shapes = metadata[0]
-    state = {}
-    for name, value in weights[0].items():
-        if name not in shapes:
-            state[name] = value
-            continue
-        rows = torch.cat([one[name] for one in weights if one[name].numel()])
-        if tuple(rows.shape) != tuple(shapes[name]):
-            raise InvalidArgument(
-                f"the shards of {name} do not make the whole",
-                hint="pass the shards of all ranks of one run, in order of rank",
-                found=tuple(rows.shape),
-                whole=tuple(shapes[name]),
-            )
-        state[name] = rows
-    return state
-
-
-def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors on the CPU; every rank calls this."""
-    saved = optimizer.state_dict()
-    state = {
-        index: {key: whole(value).cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
-        for index, values in saved["state"].items()
-    }
-    return {"state": state, "param_groups": saved["param_groups"]}
-
-
-def optimizer_part(full: Mapping[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """This rank's part of a whole optimizer state over these parameters."""
-    order = [index for group in full["param_groups"] for index in group["params"]]
-    if len(order) != len(params):
-        raise InvalidArgument(
-            "the saved optimizer state is of another model", saved=len(order), num_parameters=len(params)
-        )
-    like = dict(zip(order, params, strict=True))
-    state = {
-        index: {
-            key: part_of(value, like[index]) if isinstance(value, Tensor) else value for key, value in values.items()
-        }
-        for index, values in full["state"].items()
-    }
-    return {"state": state, "param_groups": full["param_groups"]}
-
-
 _INNER = "_fsdp_wrapped_module"
+
+
+class _WholeModule:
+    """What is asked of FSDP2, for a module of one rank alone: it has nothing to gather and nothing to send."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+    def set_gradient_divide_factor(self, factor: float) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+def _is_alone(group: Any) -> bool:
+    """Whether a script gave an object of its own as a group of one rank, as FairScale's own tests of wrapping do."""
+    return not isinstance(group, dist.ProcessGroup) and hasattr(group, "size") and group.size() == 1
+
+
+def _shard(module: nn.Module, group: dist.ProcessGroup, given: FairscaleFsdpArguments) -> None:
+    device = check_one_device(module)
+    outer = [param for *_, param in _places(module)]
+    check_same_model(module, group)
+    with torch.no_grad():
+        broadcast_from_first([*outer, *module.buffers()], group)
+    compute = given.compute_device if given.compute_device is not None and given.keeps_params_on_cpu else device
+    kind = torch.device(compute).type
+    fully_shard(
+        module,
+        mesh=DeviceMesh.from_group(group, kind),
+        reshard_after_forward=given.reshards,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=given.param_dtype, reduce_dtype=given.reduce_dtype, cast_forward_inputs=True
+        ),
+        # On a CPU parameters are in host memory already.
+        offload_policy=CPUOffloadPolicy() if given.keeps_params_on_cpu and kind != "cpu" else OffloadPolicy(),
+    )
 
 
 class FairscaleFsdp(nn.Module):
@@ -103,28 +81,18 @@ class FairscaleFsdp(nn.Module):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **arguments: Any) -> None:
         super().__init__()
         self.arguments = given = FairscaleFsdpArguments.from_keywords(arguments)
-        self.process_group = resolve_group(process_group)
+        self.process_group = process_group if _is_alone(process_group) else resolve_group(process_group)
+        assert self.process_group is not None, "given, or the world"
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         if given.compute_device is not None and not given.keeps_params_on_cpu:
             module = module.to(given.compute_device)
-        device = check_one_device(module)
-        outer = [param for *_, param in _places(module)]
-        check_same_model(module, self.process_group)
-        with torch.no_grad():
-            broadcast_from_first([*outer, *module.buffers()], self.process_group)
-        compute = given.compute_device if given.compute_device is not None and given.keeps_params_on_cpu else device
-        fully_shard(
-            module,
-            mesh=DeviceMesh.from_group(self.process_group, torch.device(compute).type),
-            reshard_after_forward=given.reshards,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=given.param_dtype, reduce_dtype=given.reduce_dtype, cast_forward_inputs=True
-            ),
-            # On a CPU parameters are in host memory already.
-            offload_policy=CPUOffloadPolicy()
-            if given.keeps_params_on_cpu and torch.device(compute).type != "cpu"
-            else OffloadPolicy(),
-        )
+        if not _is_alone(self.process_group):
+            _shard(module, self.process_group, given)
+        elif given.param_dtype is not None or given.keeps_params_on_cpu:
+            raise FeatureNotAvailable(
+                "without a process group of torch's, FullyShardedDataParallel neither casts nor moves parameters",
+                hint="call td.init(), or leave out mixed_precision, compute_dtype and move_params_to_cpu",
+            )
         _cast_buffers(module, given.buffer_dtype)
         self.add_module(_INNER, module)
         self._keeps_shards = False
@@ -198,10 +166,9 @@ class FairscaleFsdp(nn.Module):
         for one in inner:
             one._root().set_gradient_divide_factor(pre * post)
 
-    def _root(self) -> FSDPModule:
+    def _root(self) -> FSDPModule | _WholeModule:
         module = self.module
-        assert isinstance(module, FSDPModule), "the constructor has sharded it"
-        return module
+        return module if isinstance(module, FSDPModule) else _WholeModule()
 
     # --- parameters ---------------------------------------------------------------------------------------------
 

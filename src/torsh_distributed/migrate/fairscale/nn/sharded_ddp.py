@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +65,14 @@ _log = logging.getLogger(__name__)
 
 
 class ShardedDataParallel(nn.Module):
-    """A model whose gradients are averaged on the ranks that own their parameters; on the others they are None.
+    """A model whose gradients are averaged on the ranks that own their parameters.
 
     Every rank builds it with the same model and with the OSS (or several) that updates it. Gradients travel while
     backward computes, in buckets of `reduce_buffer_size` elements for each owner; a parameter that got none counts as
-    zero. Clip with the OSS, and scale losses with ShardedGradScaler: both know who owns what. `reduce_fp16` sends
-    gradients as float16. Backward passes before a step add up, in `no_sync()` without being sent.
+    zero. On ranks that do not own a parameter its gradient stays that rank's own part, as in FairScale; with
+    `reduce_buffer_size=0` it is None there, which frees the memory. Clip with the OSS, and scale losses with
+    ShardedGradScaler: both know who owns what. `reduce_fp16` sends gradients as float16. Backward passes before a step
+    add up, in `no_sync()` without being sent.
     """
 
     def __init__(
@@ -91,6 +93,9 @@ class ShardedDataParallel(nn.Module):
         self._optimizers: list[OSS] = list(given)  # Any: they are checked below
         self._group = resolve_group(process_group)
         self._check_optimizers()
+        devices = {param.device for param in module.parameters()}
+        self.is_multi_device_module = len(devices) > 1
+        self.device_type = next(iter(devices)).type if devices else "cpu"
         check_same_model(module, self._group)
         self._broadcasts_buffers = broadcast_buffers
         self._max_numel = reduce_buffer_size
@@ -107,6 +112,8 @@ class ShardedDataParallel(nn.Module):
         self._num_steps = 0
         self._backward = _Backward(self._group)
         self._averaged: dict[nn.Parameter, Tensor] = {}
+        self._sent_parts: dict[nn.Parameter, Tensor] = {}
+        """Gradients that are with their owners now, on a rank that only has its own part of them."""
         self._set_aside: dict[nn.Parameter, Tensor] = {}
         if sync_models_at_startup:
             with torch.no_grad():
@@ -140,9 +147,18 @@ class ShardedDataParallel(nn.Module):
             if self._warns:
                 _log.warning("parameters were frozen or unfrozen: ShardedDataParallel sends other gradients from now")
             self.refresh_trainable()
+        self._refuse_graphs_of_gradients()
         if self._broadcasts_buffers and not self._is_accumulating:
             self.sync_buffers()
         return self.module(*inputs, **kwargs)
+
+    def _refuse_graphs_of_gradients(self) -> None:
+        for param in self._all_params:
+            if param.grad is not None and param.grad.requires_grad:
+                raise RuntimeError(
+                    "ShardedDataParallel only works with gradients that don't require grad: call backward without "
+                    "create_graph, or zero_grad() before the forward"
+                )
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
@@ -195,27 +211,39 @@ class ShardedDataParallel(nn.Module):
         trained = [param for param in self._all_params if param.requires_grad]
         owners = {param: one.owner(param) for one in self._optimizers for param in _params(one)}
         self._buckets = plan_owned_buckets(trained, owners.__getitem__, self._max_numel)
-        self._backward = _Backward(self._group, self._buckets, self._wire_dtype)
+        self._backward = self._next_backward()
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
             for param in trained
         ]
         for param in trained:
-            if owners[param] == self._group.rank():
-                self._hooks.append(param.register_hook(self._before_gradient(param)))  # type: ignore[no-untyped-call]  # untyped in torch
+            self._hooks.append(param.register_hook(self._before_gradient(param)))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _next_backward(self) -> _Backward:
+        return _Backward(
+            self._group,
+            self._buckets,
+            self._wire_dtype,
+            keeps_parts=self._max_numel > 0,
+            already_sent={**self._averaged, **self._sent_parts},
+        )
 
     def reduce(self) -> None:
         """Send the gradients that backward left under `no_sync()`; every rank calls this."""
-        if all(param.grad is None for bucket in self._buckets for param in bucket.params):
+        sent = {**self._averaged, **self._sent_parts}
+        params = [param for bucket in self._buckets for param in bucket.params]
+        if all(param.grad is None or param.grad is sent.get(param) for param in params):
             raise InvalidArgument("there are no gradients to reduce", hint="call backward in no_sync() before reduce()")
         self._finish()
 
     def _before_gradient(self, param: nn.Parameter) -> Any:
-        """What is averaged already must not be sent again with what backward is about to add."""
+        """What has been sent already must not be sent again with what backward is about to add."""
 
         def set_aside(_: Tensor) -> None:
             if param.grad is not None and param.grad is self._averaged.get(param):
                 self._set_aside[param] = param.grad
+                param.grad = None
+            elif param.grad is not None and param.grad is self._sent_parts.get(param):
                 param.grad = None
 
         return set_aside
@@ -234,22 +262,35 @@ class ShardedDataParallel(nn.Module):
     def _finish(self) -> None:
         """At the end of backward: all gradients are with their owners."""
         self._averaged = self._backward.finish(self._num_steps)
+        self._sent_parts = self._backward.parts
         self._num_steps += 1
         for param, mean in self._averaged.items():
-            earlier = self._set_aside.pop(param, None)
+            earlier = self._set_aside.pop(param, self._backward.untouched.get(param))
             if earlier is not None:
                 mean.add_(earlier)
             param.grad = mean
-        self._backward = _Backward(self._group, self._buckets, self._wire_dtype)
+        self._backward = self._next_backward()
 
 
 class _Backward:
     """The gradients of one backward on their way. Buckets leave in their order, which is equal on all ranks."""
 
     def __init__(
-        self, group: dist.ProcessGroup, buckets: Sequence[OwnedBucket] = (), wire_dtype: torch.dtype | None = None
+        self,
+        group: dist.ProcessGroup,
+        buckets: Sequence[OwnedBucket] = (),
+        wire_dtype: torch.dtype | None = None,
+        *,
+        keeps_parts: bool = False,
+        already_sent: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         self.has_begun = False
+        self.parts: dict[nn.Parameter, Tensor] = {}
+        """This rank's own part of gradients that other ranks own, unless they are freed."""
+        self.untouched: dict[nn.Parameter, Tensor] = {}
+        """Means of earlier passes that this one adds nothing to."""
+        self._keeps_parts = keeps_parts
+        self._already_sent = already_sent or {}
         self._group = group
         self._buckets = buckets
         self._wire_dtype = wire_dtype
@@ -293,19 +334,28 @@ class _Backward:
                 means.update({param: part.view_as(param) for param, part in zip(bucket.params, parts, strict=True)})
         return means
 
+    def _gradient(self, param: nn.Parameter) -> Tensor:
+        """What this pass, and those in `no_sync()` before it, have added."""
+        if param.grad is None or param.grad is self._already_sent.get(param):
+            return torch.zeros_like(param)
+        return param.grad.detach()
+
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
-        flat = torch.cat([_gradient(param).reshape(-1) for param in bucket.params])
+        flat = torch.cat([self._gradient(param).reshape(-1) for param in bucket.params])
         flat.div_(self._group.size())
+        is_mine = bucket.owner == self._group.rank()
         for param in bucket.params:
-            param.grad = None
+            grad = param.grad
+            if grad is not None and is_mine and grad is self._already_sent.get(param):
+                self.untouched[param] = grad
+            if grad is not None and not is_mine and self._keeps_parts:
+                self.parts[param] = grad
+            else:
+                param.grad = None
         flat = flat if self._wire_dtype is None else flat.to(self._wire_dtype)
         owner = dist.get_global_rank(self._group, bucket.owner)
         self._sent.append((reduce(flat, owner, group=self._group, async_op=True), time.monotonic()))
-
-
-def _gradient(param: nn.Parameter) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad.detach()
 
 
 def _params(optimizer: OSS) -> Iterator[nn.Parameter]:

@@ -59,11 +59,9 @@ class AdaScale(Optimizer):
         if smoothing is not None:
             self._smoothing = smoothing
         if self._num_gradients <= 1:
-            raise InvalidArgument(
-                "AdaScale needs two gradients to compare: several ranks, or several passes before a step",
-                hint="start two ranks, or set num_gradients_to_accumulate",
-                world_size=self._world_size,
-                num_gradients_to_accumulate=num_gradients_to_accumulate,
+            raise RuntimeError(
+                "AdaScale does not support a single worker without grad accumulation: it compares gradients. Start two "
+                "ranks, or set num_gradients_to_accumulate"
             )
         num_groups = len(optimizer.param_groups)
         beside: Any = self._optimizer.state  # Any: a name among the parameters, so that state_dict() has it

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -16,32 +15,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
-from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.fairscale.pipe.deferred_batch_norm import commit_batch_norms, defer_batch_norms
 from torsh_distributed.migrate.fairscale.pipe.skip_connections import SkipShelf, using_shelf, verify_skippables
+from torsh_distributed.migrate.fairscale.recomputing import enable_checkpointing, enable_recomputing
 
 Value = Tensor | tuple[Tensor, ...]
 
 _CHECKPOINT_MODES = ("always", "except_last", "never")
-_is_checkpointing: ContextVar[bool] = ContextVar("fairscale_is_checkpointing", default=False)
-_is_recomputing: ContextVar[bool] = ContextVar("fairscale_is_recomputing", default=False)
-
-
-def is_checkpointing() -> bool:
-    """Whether the forward that calls this keeps no activations for backward."""
-    return _is_checkpointing.get()
-
-
-def is_recomputing() -> bool:
-    """Whether the forward that calls this runs again for backward."""
-    return _is_recomputing.get()
 
 
 class Pipe(nn.Module):
     """A sequential module whose stages are on `devices`; called like it, with a batch that is cut into `chunks`.
 
     `balance` gives the number of layers of each stage. `checkpoint` says which microbatches backward recomputes; their
-    buffers, such as running means, see the batch once. The loss's targets belong on `devices[-1]`. Outputs have the
-    order of the batch. As in FairScale, losses and errors of arguments are ValueError, TypeError and IndexError.
+    buffers, such as running means, see the batch once. With `deferred_batch_norm` running means move once for a batch,
+    as without a pipe, and not for every microbatch. The loss's targets belong on `devices[-1]`. Outputs have the order
+    of the batch. As in FairScale, losses and errors of arguments are ValueError, TypeError and IndexError.
     """
 
     def __init__(
@@ -61,13 +50,10 @@ class Pipe(nn.Module):
             raise ValueError("number of chunks must be positive integer")
         if checkpoint not in _CHECKPOINT_MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
-        if deferred_batch_norm:
-            raise FeatureNotAvailable(
-                "Pipe(deferred_batch_norm=True) is not supported",
-                hint="leave it out: running means then follow microbatches; or normalise by layer or group",
-            )
         _check_module(module)
         verify_skippables(module)
+        if deferred_batch_norm:
+            defer_batch_norms(module)
         self.balance = _checked_balance(balance, module)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
@@ -95,6 +81,7 @@ class Pipe(nn.Module):
                 if 0 <= index < len(values):
                     is_recomputed = self._is_recomputed(index)
                     values[index] = self._run(stage, values[index], shelves[index], is_recomputed=is_recomputed)
+        commit_batch_norms(self.partitions)
         return _joined(values)
 
     def _is_recomputed(self, index: int) -> bool:
@@ -200,22 +187,13 @@ def _joined(values: Sequence[Value]) -> Value:
 
 def _contexts(layers: nn.Module, shelf: SkipShelf) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward of a stage and around the second, which leaves buffers as they were."""
-    return _flagged(_is_checkpointing), _second_forward(layers, shelf)
-
-
-@contextmanager
-def _flagged(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
+    return enable_checkpointing(), _second_forward(layers, shelf)
 
 
 @contextmanager
 def _second_forward(layers: nn.Module, shelf: SkipShelf) -> Iterator[None]:
     before = [buffer.clone() for buffer in layers.buffers()]
-    with _flagged(_is_recomputing), using_shelf(shelf, is_again=True):
+    with enable_recomputing(), using_shelf(shelf, is_again=True):
         try:
             yield
         finally:
