@@ -70,6 +70,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         Variable("TORSH_KEPT_MEMORY", "path", "directory in shared memory for state that outlives a worker"),
         Variable("TORSH_RUN_AS", "text", "library whose place this one takes, of `torsh run --as`"),
         Variable("TORSH_DEEPSPEED_LOCAL_RANK", "switch", "the script expects --local_rank, as DeepSpeed passes it"),
+        Variable("TORSH_STRICT_CONFIG", "switch", "1 refuses keys of a DeepSpeed config without effect (`--strict`)"),
         Variable("TORSH_JOB_MARKS", "text", "marks every process of a job, so that none outlives it"),
         Variable("TORSH_PMI_ADDRESS", "address", "where a worker of `torsh run --mpi` meets its MPI"),
         Variable("TORSH_REPORT_DIR", "path", "where a rank without a launcher writes what ended it"),

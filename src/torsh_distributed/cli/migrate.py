@@ -56,6 +56,9 @@ def config(
     without_refused: Annotated[
         bool, typer.Option("--without-refused", help="Write the plan even if keys are refused: it does without them.")
     ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="DeepSpeed: a key that it does not have, and ignores, is an error.")
+    ] = False,
 ) -> None:
     """Make a plan of a config, and say what becomes of every key: honoured, equivalent, a hint, or refused and why.
 
@@ -65,7 +68,9 @@ def config(
 
     from torsh_distributed.migrate.config_kinds import translate_config
 
-    plan, report = translate_config(file, kind=kind, world_size=world, fills=_fills(fills or ()), version=version)
+    plan, report = translate_config(
+        file, kind=kind, strict=strict, world_size=world, fills=_fills(fills or ()), version=version
+    )
     console = Console()
     if console.width >= _TABLE_WIDTH:
         console.print(report.table())

@@ -50,8 +50,13 @@ CONFIG_KINDS = {
 """The kinds that are known, with the module of each."""
 
 
-def translate_config(path: Path, *, kind: str | None = None, **options: Any) -> tuple[Plan, MigrationReport]:
-    """The plan of a config file, and a verdict on every key of it; the kind is found out unless it is named."""
+def translate_config(
+    path: Path, *, kind: str | None = None, strict: bool = False, **options: Any
+) -> tuple[Plan, MigrationReport]:
+    """The plan of a config file, and a verdict on every key of it; the kind is found out unless it is named.
+
+    `strict` is for DeepSpeed, which ignores keys that it does not have; others refuse them anyway.
+    """
     if not path.is_file():
         raise IoError(f"there is no file {path}", hint="name a config of another library, or `check` and a script")
     if kind is not None and kind not in CONFIG_KINDS:
@@ -60,7 +65,10 @@ def translate_config(path: Path, *, kind: str | None = None, **options: Any) -> 
             f"configs of {kind!r} are not known",
             hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(CONFIG_KINDS)}",
         )
-    module: Any = importlib.import_module(CONFIG_KINDS[kind or _kind_of(path)])
+    chosen = kind or _kind_of(path)
+    module: Any = importlib.import_module(CONFIG_KINDS[chosen])
+    if chosen == "deepspeed":
+        options["strict"] = strict
     found: tuple[Plan, MigrationReport] = module.translate(path, **options)
     return found
 

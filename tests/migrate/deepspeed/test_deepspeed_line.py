@@ -42,6 +42,7 @@ def translate(text: str) -> tuple[list[str], dict[str, str], list[str]]:
         ("--no_python --num_gpus 1 bash job.sh", "--nproc-per-node 1 --no-python bash job.sh", PASSES),
         ("--enable_each_rank_log d --num_gpus 1 t.py", "--log-dir d --nproc-per-node 1 t.py", PASSES),
         ("--include localhost:0,2 t.py", "--nproc-per-node 2 t.py", {**PASSES, "CUDA_VISIBLE_DEVICES": "0,2"}),
+        ("--strict --nproc-per-node 2 t.py", "--nproc-per-node 2 t.py", {"TORSH_STRICT_CONFIG": "1"}),
         ("-i localhost:0,1 t.py", "--nproc-per-node 2 t.py", PASSES),
     ],
 )

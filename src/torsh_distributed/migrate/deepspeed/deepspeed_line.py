@@ -181,6 +181,10 @@ def _quiet(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.env["TORSH_LOG"] = "error"
 
 
+def _strict(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.env["TORSH_STRICT_CONFIG"] = "1"
+
+
 _OVER_SSH = "hosts are entered with ssh itself"
 _RANGE = "the number of nodes is fixed while a job runs"
 
@@ -220,6 +224,8 @@ OPTIONS: dict[str, LauncherOption] = {
     "--autotuning": _refusal(True, "it starts jobs of its own to try settings", "use `torsh plan`"),
 }
 """Every option of `deepspeed`, and what becomes of it."""
+OWN_OPTIONS: dict[str, LauncherOption] = {"--strict": LauncherOption(False, _strict)}
+"""Options of `torsh run --as deepspeed` alone: keys of a config that have no effect are errors."""
 
 
 def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
@@ -229,7 +235,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
-        option = OPTIONS.get(name)
+        option = OPTIONS.get(name) or OWN_OPTIONS.get(name)
         # `--master_port` and its like are spelled alike in both.
         if option is None:
             line.options.append(word)
@@ -240,7 +246,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
             if not rest:
                 raise InvalidArgument(f"{name} needs a value", option=name)
             value = rest.pop(0)
-        line.passes_local_rank = True
+        line.passes_local_rank = line.passes_local_rank or name in OPTIONS
         option.read(line, name, value)
     if rest[:1] == ["--"]:
         del rest[0]

@@ -3,103 +3,48 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, ops, script_start
-from torsh_distributed.migrate.deepspeed.config import deepspeed_config
-from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.config import key_constants, section_models
+from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_line import LOCAL_RANK_VARIABLE
 from torsh_distributed.migrate.deepspeed.observing import deepspeed_timers, flops_profile, run_monitors
-from torsh_distributed.migrate.deepspeed.pipe import (
-    pipeline_engine,
-    pipeline_module,
-    rank_topology,
-)
-from torsh_distributed.migrate.deepspeed.schedules import lr_schedules
+from torsh_distributed.migrate.deepspeed.pipe import pipeline_engine, pipeline_module, rank_topology
+from torsh_distributed.migrate.deepspeed.schedules import curriculum, lr_schedules
 from torsh_distributed.migrate.deepspeed.surface import (
     activation_checkpointing,
     comm_calls,
     device_accelerator,
     moe_layer,
+    op_builders,
+    runtime_helpers,
     script_helpers,
 )
+from torsh_distributed.migrate.deepspeed.surface.refused_names import REFUSED_MODULES, refused_names
 from torsh_distributed.migrate.deepspeed.training import deepspeed_engine, loss_scales, microbatch_loop
 from torsh_distributed.migrate.deepspeed.zero import (
     fp32_weights,
     gathered_parameters,
     memory_estimates,
+    optimizer_kinds,
     param_access,
     tiled_linear,
 )
 
-_REFUSED = {
-    "deepspeed": {
-        "init_inference": "this engine trains: serve the model with vLLM or torch.compile",
-        "tp_model_init": "use mesh.tp of a plan, through torsh_distributed.parallelize",
-        "InferenceEngine": "this engine trains: serve the model with vLLM or torch.compile",
-        "DeepSpeedHybridEngine": "train and generate with one engine: call engine.module.generate",
-        "DeepSpeedTransformerLayer": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
-        "DeepSpeedTransformerConfig": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
-        "replace_transformer_layer": "use torch.compile",
-        "module_inject": "use torch.compile",
-    }
-}
-
-LATER_REFUSED = {
-    "deepspeed.ops.sparse_attention": "DeepSpeed's sparse attention is compiled code: use torch's FlexAttention",
-    "deepspeed.ops.transformer": "DeepSpeed's fused layers are compiled code: use torch.nn or transformers",
-    "deepspeed.ops.op_builder": "nothing is compiled here: FusedAdam and DeepSpeedCPUAdam work as they are",
-    "deepspeed.ops.aio": "use the plan's section offload for state on disk",
-    "deepspeed.ops.quantizer": "quantise with torchao",
-    "deepspeed.ops.fp_quantizer": "quantise with torchao",
-    "deepspeed.ops.evoformer_attn": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
-    "deepspeed.inference": "this engine trains: serve the model with vLLM or torch.compile",
-    "deepspeed.module_inject": "use torch.compile",
-    "deepspeed.compression": "quantise or prune with torchao",
-    "deepspeed.autotuning": "let `torsh plan` choose",
-    "deepspeed.runtime.hybrid_engine": "train and generate with one engine: call engine.module.generate",
-    "deepspeed.runtime.sequence_parallel": "use mesh.cp of a plan, through torsh_distributed.parallelize",
-    "deepspeed.sequence": "use mesh.cp of a plan, through torsh_distributed.parallelize",
-    "deepspeed.linear": "use PEFT",
-}
-"""Modules whose import is refused, with what to do instead."""
-
-
-def refused_names(module: str) -> dict[str, Any]:
-    """The names of a module that raise when they are called."""
-    return {name: RefusedName(f"{module}.{name}", hint) for name, hint in _REFUSED[module].items()}
-
-
-class RefusedName:
-    """Stands for a name of DeepSpeed; importing it is harmless, using it raises FeatureNotAvailable."""
-
-    def __init__(self, name: str, hint: str) -> None:
-        self._name, self._hint = name, hint
-
-    def _refuse(self) -> NoReturn:
-        raise FeatureNotAvailable(f"{self._name} is not part of torsh_distributed's deepspeed", hint=self._hint)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        self._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuse, unless Python itself asks."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-
 VERSION = "0.19.8"
 """The DeepSpeed whose surface this is."""
 
-MISSING = LATER_REFUSED
+MISSING = REFUSED_MODULES
 """Modules that are not there, with the reason; `import` of one raises it."""
+
+Names = dict[str, Any]
+_VERSIONS: Names = {"version": VERSION, "git_hash": "unknown", "git_branch": "unknown", "__version__": VERSION}
 
 
 def set_variables(environ: MutableMapping[str, str]) -> None:
@@ -114,18 +59,149 @@ def set_variables(environ: MutableMapping[str, str]) -> None:
 
 def namespaces() -> Mapping[str, Mapping[str, Any]]:
     """Every module by its name in DeepSpeed, parents first."""
-    comm = comm_calls.comm_names()
-    zero = {
-        **_public(gathered_parameters, "Init", "GatheredParameters", "unwrap_model_for_generation"),
-        **_public(gathered_parameters, "register_external_parameter", "unregister_external_parameter"),
-        **_public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
-        **_public(param_access, "ZeroParamStatus", "ZeroParamType"),
+    found: dict[str, Names] = {
+        **_top(),
+        **_utils(),
+        **_ops(),
+        **_runtime(),
+        **_pipe(),
+        **_zero(),
+        **_optimizers(),
     }
-    accelerator = _public(device_accelerator, "get_accelerator")
+    for name in found:
+        found[name] = {**refused_names(name), **found[name]}
+    return found
+
+
+def _top() -> dict[str, Names]:
+    """The package itself, and the modules beside `runtime`, `utils` and `ops`."""
+    comm, accelerator = comm_calls.comm_names(), _public(device_accelerator, "get_accelerator")
+    profiler = _public(flops_profile, "FlopsProfiler", "get_model_profile")
+    of_elasticity = {
+        **_functions(elasticity),
+        "ElasticityConfig": elasticity.ElasticSettings,
+        **dict.fromkeys(
+            ("ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize"), ConfigurationError
+        ),
+    }
+    return {
+        "deepspeed": {
+            **_VERSIONS,
+            **_public(script_start, "initialize", "add_config_arguments"),
+            **_public(initialize_group, "init_distributed"),
+            **accelerator,
+            **_engines(),
+            **_config(),
+            **_public(pipeline_engine, "PipelineEngine"),
+            **_public(pipeline_module, "PipelineModule"),
+            **_public(microbatch_loop, "DeepSpeedDataLoader"),
+            **_public(script_helpers, "logger", "log_dist", "OnDevice"),
+            "DeepSpeedOptimizerCallable": Callable[..., Optimizer],
+            "DeepSpeedSchedulerCallable": Callable[..., Any],
+            "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
+            "HAS_TRITON": False,
+        },
+        "deepspeed.git_version_info": {**_VERSIONS, "installed_ops": {}, "compatible_ops": {}, "torch_info": {}},
+        "deepspeed.constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500},
+        "deepspeed.accelerator": {**accelerator, "DeepSpeedAccelerator": device_accelerator.TorshAccelerator},
+        "deepspeed.accelerator.real_accelerator": accelerator,
+        "deepspeed.comm": comm,
+        "deepspeed.comm.comm": comm,
+        "deepspeed.dist": comm,
+        "deepspeed.checkpointing": _functions(activation_checkpointing),
+        "deepspeed.checkpoint": {},
+        "deepspeed.checkpoint.utils": _public(fp32_weights, "clone_tensors_for_torch_save"),
+        "deepspeed.elasticity": of_elasticity,
+        "deepspeed.elasticity.config": of_elasticity,
+        "deepspeed.elasticity.elasticity": of_elasticity,
+        "deepspeed.moe": {},
+        "deepspeed.moe.layer": _public(moe_layer, "MoE"),
+        "deepspeed.moe.utils": {name: value for name, value in _functions(moe_layer).items() if name != "MoE"},
+        "deepspeed.monitor": {},
+        "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
+        "deepspeed.monitor.config": _public(
+            section_models, "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "CSVConfig"
+        ),
+        "deepspeed.profiling": {},
+        "deepspeed.profiling.flops_profiler": profiler,
+        "deepspeed.profiling.flops_profiler.profiler": profiler,
+        "deepspeed.profiling.config": _public(section_models, "DeepSpeedFlopsProfilerConfig"),
+    }
+
+
+def _utils() -> dict[str, Names]:
+    full_access = {name: getattr(param_access, name) for name in dir(param_access) if name.startswith("safe_")}
+    leaves = {name: value for name, value in _functions(script_helpers).items() if "z3_leaf" in name}
+    logs = _public(script_helpers, "logger", "log_dist", "log_dist_once", "set_log_level_from_string")
+    groups = script_helpers.group_names()
+    return {
+        "deepspeed.utils": {
+            **groups,
+            **logs,
+            **leaves,
+            **full_access,
+            **_public(script_helpers, "OnDevice", "instrument_w_nvtx"),
+            **_public(microbatch_loop, "RepeatingLoader"),
+        },
+        "deepspeed.utils.logging": {**logs, **_public(script_helpers, "print_rank_0", "warning_once")},
+        "deepspeed.utils.groups": groups,
+        "deepspeed.utils.timer": _public(deepspeed_timers, "SynchronizedWallClockTimer", "ThroughputTimer"),
+        "deepspeed.utils.zero_to_fp32": _functions(fp32_weights),
+        "deepspeed.utils.tensor_fragment": full_access,
+        "deepspeed.utils.z3_leaf_module": leaves,
+        "deepspeed.utils.init_on_device": _public(script_helpers, "OnDevice"),
+        "deepspeed.utils.nvtx": _public(script_helpers, "instrument_w_nvtx"),
+    }
+
+
+def _ops() -> dict[str, Names]:
+    return {
+        "deepspeed.ops": {},
+        "deepspeed.ops.op_builder": op_builders.builder_names(),
+        "deepspeed.ops.adam": _public(ops, "FusedAdam", "DeepSpeedCPUAdam"),
+        "deepspeed.ops.adam.fused_adam": _public(ops, "FusedAdam"),
+        "deepspeed.ops.adam.cpu_adam": _public(ops, "DeepSpeedCPUAdam"),
+        "deepspeed.ops.lamb": _public(ops, "FusedLamb"),
+        "deepspeed.ops.lion": _public(ops, "FusedLion", "DeepSpeedCPULion"),
+        "deepspeed.ops.adagrad": _public(ops, "DeepSpeedCPUAdagrad"),
+    }
+
+
+def _runtime() -> dict[str, Names]:
     checkpointing = _functions(activation_checkpointing)
-    pipe = {
-        **_public(pipeline_module, "LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    scheduler = {"CurriculumScheduler": curriculum.CurriculumSchedule}
+    return {
+        "deepspeed.runtime": {},
+        "deepspeed.runtime.engine": {**_engines(), **_public(microbatch_loop, "DeepSpeedDataLoader")},
+        "deepspeed.runtime.config": _config(),
+        "deepspeed.runtime.config_utils": _public(section_models, "DeepSpeedConfigModel"),
+        "deepspeed.runtime.constants": key_constants.key_constants(),
+        "deepspeed.runtime.precision_config": _public(section_models, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
+        "deepspeed.runtime.lr_schedules": {
+            **lr_schedules.schedule_constants(),
+            **lr_schedules.SCHEDULES,
+            **_public(lr_schedules, "add_tuning_arguments", "get_config_from_args", "get_lr_from_config"),
+        },
+        "deepspeed.runtime.dataloader": _public(microbatch_loop, "RepeatingLoader", "DeepSpeedDataLoader"),
+        "deepspeed.runtime.progressive_layer_drop": _public(curriculum, "ProgressiveLayerDrop"),
+        "deepspeed.runtime.data_pipeline": {},
+        "deepspeed.runtime.data_pipeline.curriculum_scheduler": scheduler,
+        "deepspeed.runtime.sparse_tensor": {},
+        "deepspeed.runtime.utils": {
+            **_functions(runtime_helpers),
+            **_public(script_helpers, "see_memory_usage", "set_random_seed"),
+            **_public(pipeline_module, "partition_uniform", "partition_balanced"),
+        },
+        "deepspeed.runtime.activation_checkpointing": {},
+        "deepspeed.runtime.activation_checkpointing.checkpointing": checkpointing,
+        "deepspeed.runtime.activation_checkpointing.config": _public(
+            section_models, "DeepSpeedActivationCheckpointingConfig"
+        ),
     }
+
+
+def _pipe() -> dict[str, Names]:
+    modules = _public(pipeline_module, "LayerSpec", "PipelineModule", "TiedLayerSpec")
     topology = _public(
         rank_topology,
         "ProcessTopology",
@@ -133,123 +209,85 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "PipeModelDataParallelTopology",
         "PipelineParallelGrid",
     )
-    schedules = {
-        **lr_schedules.SCHEDULES,
-        "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
-    }
-    config = {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigurationError}
-    full_access = {name: getattr(param_access, name) for name in dir(param_access) if name.startswith("safe_")}
-    utils = {
-        **_public(
-            script_helpers,
-            "logger",
-            "log_dist",
-            "OnDevice",
-            "instrument_w_nvtx",
-            "set_z3_leaf_modules",
-            "unset_z3_leaf_modules",
-            "set_z3_leaf_module",
-            "get_z3_leaf_modules",
-            "z3_leaf_module",
-        ),
-        **_public(microbatch_loop, "RepeatingLoader"),
-        **full_access,
-    }
-    engines = {
-        "DeepSpeedEngine": deepspeed_engine.DeepSpeedEngine,
-        "DeepSpeedOptimizer": Optimizer,
-    }
-    memory = {name: getattr(memory_estimates, name) for name in dir(memory_estimates) if name.startswith("estimate_")}
-    scales = _public(loss_scales, "LossScaler", "DynamicLossScaler", "CreateLossScaler")
-    weights = _functions(fp32_weights)
-    profiler = _public(flops_profile, "FlopsProfiler", "get_model_profile")
-    version = {"version": VERSION, "git_hash": None, "git_branch": None, "__version__": VERSION}
-    found: dict[str, Mapping[str, Any]] = {
-        "deepspeed": {
-            **version,
-            **_public(script_start, "initialize", "add_config_arguments"),
-            **_public(initialize_group, "init_distributed"),
-            **accelerator,
-            **engines,
-            **config,
-            "PipelineEngine": pipeline_engine.PipelineEngine,
-            "PipelineModule": pipeline_module.PipelineModule,
-            "DeepSpeedDataLoader": microbatch_loop.DeepSpeedDataLoader,
-            **_public(script_helpers, "logger", "log_dist", "OnDevice"),
-            "dist": None,
-            "HAS_TRITON": False,
-            **refused_names("deepspeed"),
-        },
-        "deepspeed.git_version_info": version,
-        "deepspeed.constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500},
-        "deepspeed.accelerator": accelerator,
-        "deepspeed.accelerator.real_accelerator": accelerator,
-        "deepspeed.comm": comm,
-        "deepspeed.comm.comm": comm,
-        "deepspeed.zero": zero,
-        "deepspeed.pipe": pipe,
-        "deepspeed.checkpointing": checkpointing,
-        "deepspeed.checkpoint": {},
-        "deepspeed.checkpoint.utils": _public(fp32_weights, "clone_tensors_for_torch_save"),
-        "deepspeed.utils": {**utils, "zero_to_fp32": None, "groups": None},
-        "deepspeed.utils.logging": _public(script_helpers, "logger", "log_dist", "print_rank_0"),
-        "deepspeed.utils.groups": script_helpers.group_names(),
-        "deepspeed.utils.timer": _public(deepspeed_timers, "SynchronizedWallClockTimer", "ThroughputTimer"),
-        "deepspeed.utils.zero_to_fp32": weights,
-        "deepspeed.utils.tensor_fragment": full_access,
-        "deepspeed.utils.nvtx": _public(script_helpers, "instrument_w_nvtx"),
-        "deepspeed.ops": {},
-        "deepspeed.ops.adam": _public(ops, "FusedAdam", "DeepSpeedCPUAdam"),
-        "deepspeed.ops.adam.fused_adam": _public(ops, "FusedAdam"),
-        "deepspeed.ops.adam.cpu_adam": _public(ops, "DeepSpeedCPUAdam"),
-        "deepspeed.ops.lamb": _public(ops, "FusedLamb"),
-        "deepspeed.ops.lion": _public(ops, "FusedLion", "DeepSpeedCPULion"),
-        "deepspeed.ops.adagrad": _public(ops, "DeepSpeedCPUAdagrad"),
-        "deepspeed.elasticity": _functions(elasticity),
-        "deepspeed.moe": {},
-        "deepspeed.moe.layer": _public(moe_layer, "MoE"),
-        "deepspeed.moe.utils": {name: value for name, value in _functions(moe_layer).items() if name != "MoE"},
-        "deepspeed.monitor": {},
-        "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
-        "deepspeed.profiling": {},
-        "deepspeed.profiling.flops_profiler": profiler,
-        "deepspeed.profiling.flops_profiler.profiler": profiler,
-        "deepspeed.runtime": {},
-        "deepspeed.runtime.engine": engines,
-        "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": Optimizer, "ZeROOptimizer": Optimizer},
-        "deepspeed.runtime.config": config,
-        "deepspeed.runtime.config_utils": _public(deepspeed_config, "DeepSpeedConfigModel"),
-        "deepspeed.runtime.precision_config": _public(deepspeed_config, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
-        "deepspeed.runtime.lr_schedules": schedules,
-        "deepspeed.runtime.dataloader": _public(microbatch_loop, "RepeatingLoader", "DeepSpeedDataLoader"),
-        "deepspeed.runtime.utils": {
-            **_public(script_helpers, "see_memory_usage", "set_random_seed"),
-            **_public(pipeline_module, "partition_uniform", "partition_balanced"),
-        },
-        "deepspeed.runtime.fp16": {},
-        "deepspeed.runtime.fp16.loss_scaler": scales,
-        "deepspeed.runtime.activation_checkpointing": {},
-        "deepspeed.runtime.activation_checkpointing.checkpointing": checkpointing,
-        "deepspeed.runtime.pipe": {**pipe, **topology},
-        "deepspeed.runtime.pipe.module": pipe,
+    return {
+        "deepspeed.pipe": modules,
+        "deepspeed.runtime.pipe": {**modules, **topology},
+        "deepspeed.runtime.pipe.module": modules,
         "deepspeed.runtime.pipe.engine": _public(pipeline_engine, "PipelineEngine"),
         "deepspeed.runtime.pipe.topology": topology,
-        "deepspeed.runtime.zero": zero,
-        "deepspeed.runtime.zero.config": _public(deepspeed_config, "DeepSpeedZeroConfig"),
-        "deepspeed.runtime.zero.partition_parameters": zero,
-        "deepspeed.runtime.zero.tiling": _public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
-        "deepspeed.runtime.zero.stage3": memory,
-        "deepspeed.runtime.zero.stage_1_and_2": memory,
-        "deepspeed.runtime.zero.stage2": memory,
     }
-    return found
 
 
-def _public(module: ModuleType, *names: str) -> dict[str, Any]:
+def _zero() -> dict[str, Names]:
+    of_sharded = {
+        **_public(gathered_parameters, "Init", "GatheredParameters", "unwrap_model_for_generation"),
+        **_public(gathered_parameters, "register_external_parameter", "unregister_external_parameter"),
+        **_public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
+        **_public(param_access, "ZeroParamStatus", "ZeroParamType"),
+        "MiCS_Init": gathered_parameters.Init,
+    }
+    offload = _public(
+        section_models,
+        "OffloadDeviceEnum",
+        "OffloadStateTypeEnum",
+        "DeepSpeedZeroOffloadParamConfig",
+        "DeepSpeedZeroOffloadOptimizerConfig",
+    )
+    memory = {name: getattr(memory_estimates, name) for name in dir(memory_estimates) if name.startswith("estimate_")}
+    early = {**memory, **_public(optimizer_kinds, "DeepSpeedZeroOptimizer")}
+    return {
+        "deepspeed.zero": of_sharded,
+        "deepspeed.runtime.zero": of_sharded,
+        "deepspeed.runtime.zero.config": {
+            **offload,
+            **_public(section_models, "DeepSpeedZeroConfig", "ZeroStageEnum"),
+        },
+        "deepspeed.runtime.zero.offload_config": offload,
+        "deepspeed.runtime.zero.partition_parameters": of_sharded,
+        "deepspeed.runtime.zero.mics": {"MiCS_Init": gathered_parameters.Init},
+        "deepspeed.runtime.zero.tiling": _public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
+        "deepspeed.runtime.zero.stage3": {
+            **memory,
+            **_public(optimizer_kinds, "DeepSpeedZeroOptimizer_Stage3"),
+            **_public(gathered_parameters, "unwrap_model_for_generation"),
+        },
+        "deepspeed.runtime.zero.stage_1_and_2": early,
+        "deepspeed.runtime.zero.stage2": early,
+        "deepspeed.runtime.zero.utils": _public(
+            optimizer_kinds, "ZeRORuntimeException", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_supported_optimizer"
+        ),
+    }
+
+
+def _optimizers() -> dict[str, Names]:
+    """What engine.optimizer is an instance of."""
+    scales = _public(loss_scales, "LossScaler", "DynamicLossScaler", "CreateLossScaler")
+    return {
+        "deepspeed.runtime.base_optimizer": {
+            "DeepSpeedOptimizer": Optimizer,
+            **_public(optimizer_kinds, "ZeROOptimizer"),
+        },
+        "deepspeed.runtime.bf16_optimizer": _public(optimizer_kinds, "BF16_Optimizer"),
+        "deepspeed.runtime.fp16": {},
+        "deepspeed.runtime.fp16.loss_scaler": scales,
+        "deepspeed.runtime.fp16.fused_optimizer": _public(optimizer_kinds, "FP16_Optimizer"),
+        "deepspeed.runtime.fp16.unfused_optimizer": _public(optimizer_kinds, "FP16_UnfusedOptimizer"),
+    }
+
+
+def _engines() -> Names:
+    return {**_public(deepspeed_engine, "DeepSpeedEngine"), "DeepSpeedOptimizer": Optimizer}
+
+
+def _config() -> Names:
+    return {"DeepSpeedConfig": ScriptConfig, "DeepSpeedConfigError": ConfigurationError}
+
+
+def _public(module: ModuleType, *names: str) -> Names:
     return {name: getattr(module, name) for name in names}
 
 
-def _functions(module: ModuleType) -> dict[str, Any]:
+def _functions(module: ModuleType) -> Names:
     """The public names that a module itself defines."""
     return {
         name: value

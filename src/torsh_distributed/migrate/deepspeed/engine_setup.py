@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
 from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
@@ -23,12 +23,16 @@ from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import cast_params
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.migrate.deepspeed.training.untrained_model import untrained_core
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
+from torsh_distributed.migrate.deepspeed.zero.optimizer_kinds import mark_optimizer, refuse_untested
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 _OWN_WAYS = {
     "gradient_allreduce_op",
@@ -37,26 +41,32 @@ _OWN_WAYS = {
     "bf16.bf16_optimizer_states",
 }
 """Keys that a plan has no counterpart of, and this engine has."""
-_OWN_PARTS = ("zero_optimization.offload_", "zero_optimization.cpu_offload", "optimizer.", "scheduler.")
-"""Beginnings of such keys: the engine has its own optimizers, and offloads as DeepSpeed does."""
+_OWN_PARTS = ("zero_optimization.offload_", "zero_optimization.cpu_offload", "optimizer.", "scheduler.", "comet.")
+"""Beginnings of such keys: the engine has its own optimizers and monitors, and offloads as DeepSpeed does."""
 _BOTH = (
     "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
     " function call"
 )
 _OTHER_ENGINES = {
-    "hybrid_engine": "train and generate with this engine: call engine.module.generate under eval()",
-    "autotuning": "let `torsh plan` choose",
     "compression_training": "quantise or prune with torchao",
-    "nebula": "checkpoints are written by this engine itself",
-    "sparse_attention": "use FlexAttention",
     "eigenvalue": "leave it out",
     "quantize_training": "quantise with torchao",
     "amp": "use bf16 or torch_autocast",
 }
+"""Sections that change what is trained, in ways that this engine does not have."""
+_WITHOUT_EFFECT = {
+    "hybrid_engine": "engine.generate runs the module that is trained",
+    "autotuning": "`torsh plan` and `torsh tune` look for settings",
+    "nebula": "checkpoints are written by this engine itself",
+    "sparse_attention": "the engine leaves attention to the model",
+    "weight_quantization": "it is for inference",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are gathered as they are",
+}
+"""Sections and keys that change no loss: a warning says what is done instead."""
 
 
-def find_config(args: Any, given: Any) -> DeepSpeedConfig:
-    """The one config among a script's arguments and those of `initialize`; an unknown key is an error."""
+def find_config(args: Any, given: Any, *, data_ranks: int) -> ScriptConfig:
+    """The one config among a script's arguments and those of `initialize`, for this number of data parallel ranks."""
     old = getattr(args, "deepscale_config", None)
     if old is not None:
         require(
@@ -72,11 +82,8 @@ def find_config(args: Any, given: Any) -> DeepSpeedConfig:
         hint="pass config=… to initialize(), or --deepspeed_config to the script",
     )
     assert chosen is not None, "checked above"
-    if isinstance(chosen, Mapping) and chosen.get("steps_per_print") == math.inf:
-        # How Accelerate says "never".
-        chosen = {key: value for key, value in chosen.items() if key != "steps_per_print"}
-    found = chosen if isinstance(chosen, DeepSpeedConfig) else DeepSpeedConfig(chosen)
-    _refuse_other_engines(found.values)
+    found = ScriptConfig(chosen.values if isinstance(chosen, DeepSpeedConfig) else chosen, data_ranks=data_ranks)
+    _refuse_other_engines(found)
     return found
 
 
@@ -94,7 +101,8 @@ def settings_of(config: DeepSpeedConfig, num_ranks: int, *, is_pipeline: bool = 
 def _plan_of(config: DeepSpeedConfig) -> Plan:
     """The config as a plan; what this engine cannot do, and has no way of its own for, is refused, all at once."""
     plan, report = config.to_plan()
-    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(_OWN_PARTS)]
+    others = (*_OWN_PARTS, *_WITHOUT_EFFECT)
+    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(others)]
     if refused:
         raise FeatureNotAvailable(
             "; ".join(f"{entry.key} = {entry.value}: {entry.reason}" for entry in refused),
@@ -110,12 +118,19 @@ def _plan_of(config: DeepSpeedConfig) -> Plan:
     return plan
 
 
-def _refuse_other_engines(config: Mapping[str, Any]) -> None:
-    """Sections that ask for another engine than ours."""
-    for name, hint in _OTHER_ENGINES.items():
-        section = config.get(name)
-        if isinstance(section, Mapping) and section.get("enabled", name == "sparse_attention"):
-            raise FeatureNotAvailable(f"the section {name} of a DeepSpeed config is not supported", hint=hint, key=name)
+def _refuse_other_engines(config: ScriptConfig) -> None:
+    """Sections that ask for another engine than ours, and what has no effect in ours: a warning, or with strict too."""
+    for name, hint in {**_OTHER_ENGINES, **_WITHOUT_EFFECT}.items():
+        if not _is_on(config.get(name), is_on_by_itself=name in ("sparse_attention", "weight_quantization")):
+            continue
+        if name in _OTHER_ENGINES or config.is_strict:
+            raise FeatureNotAvailable(f"{name} of a DeepSpeed config is not supported", hint=hint, key=name)
+        if config.global_rank == 0:
+            _log.warning("%s of the DeepSpeed config has no effect: %s", name, hint)
+
+
+def _is_on(value: Any, *, is_on_by_itself: bool) -> bool:
+    return bool(value.get("enabled", is_on_by_itself)) if isinstance(value, Mapping) else value is True
 
 
 _COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -212,8 +227,6 @@ def _refuse_auto(options: Mapping[str, Any]) -> None:
             )
 
 
-_log = logging.getLogger(__name__)
-
 STRATEGIES = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 """ZeRO's stages in the words of a plan; stage 0 is replicas."""
 _BUFFER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -235,20 +248,27 @@ def make_engine(
         model.to(device)
     buffer_dtype = _BUFFER_DTYPES.get(settings.value("data_types.buffer_dtype"))
     cast_params(model, settings.dtype, buffer_dtype)
-    if settings.has_fp32_shards:
-        cast_params(model, torch.float32, None)  # they start from rounded values, as masters do
-    inner = choose_optimizer(settings, model, optimizer, model_parameters)
+    is_trained = optimizer is not None or settings.value("optimizer.type") is not None
     externals = external_names(model)
-    core = spread(model, settings, inner)
+    inner: Optimizer | None = None
+    if is_trained:
+        if settings.has_fp32_shards:
+            cast_params(model, torch.float32, None)  # they start from rounded values, as masters do
+        inner = choose_optimizer(settings, model, optimizer, model_parameters)
+        refuse_untested(inner, settings)
+        core = spread(model, settings, inner)
+        mark_optimizer(core.optimizer, settings)
+    else:
+        core = untrained_core(model, core_plan(settings, is_trained=False))
     gather_external(core.unwrapped, externals)
-    scaler = make_scaler(settings.section("fp16"), is_zero=settings.stage > 0)
+    scaler = make_scaler(settings.section("fp16") if is_trained else {}, is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
     give_access(core, marks=settings.stage == 3)
     engine = DeepSpeedEngine(
         core,
         settings,
         update,
-        lr_scheduler=choose_scheduler(settings, lr_scheduler, inner, core.optimizer),
+        lr_scheduler=None if inner is None else choose_scheduler(settings, lr_scheduler, inner, core.optimizer),
         training_data=training_data,
         collate_fn=collate_fn,
         client_optimizer=inner if optimizer is not None else None,
@@ -306,7 +326,7 @@ def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     return core
 
 
-def core_plan(settings: RunSettings) -> Plan:
+def core_plan(settings: RunSettings, *, is_trained: bool = True) -> Plan:
     """The plan that the Engine under a DeepSpeed engine has.
 
     Precision and clipping are not in it: the module itself is in 16 bits, and the engine clips masters. Buffers stay
@@ -323,7 +343,7 @@ def core_plan(settings: RunSettings) -> Plan:
         "ddp": {"broadcast_buffers": False},
         "precision": {"reduce_dtype": settings.reduce_dtype},
     }
-    if settings.has_fp32_shards:
+    if is_trained and settings.has_fp32_shards:
         sections["precision"] = {"dtype": "bf16", "reduce_dtype": "bf16" if settings.reduce_dtype == "same" else "fp32"}
     if settings.stage and num_ranks > 1:
         sections["mesh"] = {"dp": 1, "shard": -1}

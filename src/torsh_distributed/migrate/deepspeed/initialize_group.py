@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
 
+from torsh_distributed import known_variables
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.init import init, init_process_group
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 
 
 def init_distributed(
@@ -29,19 +32,35 @@ def init_distributed(
     """Bring up the process group, unless there is one: as `torsh_distributed.init()` does, under any launcher."""
     if dist.is_initialized():
         return
-    if dist_init_required is False:
-        raise ConfigurationError(
-            "dist_init_required is false, but torch.distributed is not initialized",
-            hint="call torch.distributed.init_process_group first, or leave the argument out",
-        )
+    require(
+        dist_init_required is not False,
+        "Distributed backend is not initialized. Please set dist_init_required to True or initialize before calling"
+        " deepspeed.initialize()",
+        hint="call torch.distributed.init_process_group first, or leave dist_init_required out",
+    )
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     limit_s = timeout.total_seconds() if timeout is not None else float(minutes) * 60 if minutes else None
     if init_method is not None and init_method != "env://":
-        address, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        init_process_group("auto", rank, world_size, address, int(port), limit_s or 300.0)
+        _meet_at(init_method, rank, world_size, limit_s or 300.0)
         return
     # The backend that scripts name is the fastest DeepSpeed has for the device; ours is chosen for it as well.
     init(timeout_s=limit_s)
+
+
+def _meet_at(init_method: str, rank: int, world_size: int, limit_s: float) -> None:
+    """Meet at `tcp://HOST:PORT` or in `file:///PATH`; `?rank=…&world_size=…` there wins over the launcher's values."""
+    parts = urlsplit(init_method)
+    in_url = {name: int(values[0]) for name, values in parse_qs(parts.query).items() if values[0].isdigit()}
+    place = in_url.get("rank", rank if rank >= 0 else known_variables.whole_number("RANK"))
+    total = in_url.get("world_size", world_size if world_size > 0 else known_variables.whole_number("WORLD_SIZE"))
+    if parts.scheme == "tcp" and parts.hostname and parts.port:
+        init_process_group("auto", place, total, parts.hostname, parts.port, limit_s)
+    elif parts.scheme == "file" and parts.path:
+        init_process_group("auto", place, total, timeout=limit_s, store=dist.FileStore(parts.path, total))
+    else:
+        raise ConfigurationError(
+            "init_method is env://, tcp://HOST:PORT or file:///PATH, a path that all ranks see", got=init_method
+        )
 
 
 def ensure_group() -> None:

@@ -14,11 +14,21 @@ from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.parallel.optim import CpuAdam
 
 
-def _refuse_amsgrad(amsgrad: bool, name: str) -> None:
+def _refuse_variants(name: str, *, amsgrad: bool, bias_correction: bool = True) -> None:
     if amsgrad:
         raise FeatureNotAvailable(
             f"{name} does not support the AMSGrad variant.", hint="use torch.optim.AdamW(amsgrad=True)"
         )
+    if not bias_correction:
+        raise FeatureNotAvailable(f"{name} without bias correction is not supported", hint="leave it on")
+
+
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a step returns: the loss of its closure, if it has one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class DeepSpeedCPUAdam(CpuAdam):
@@ -41,9 +51,7 @@ class DeepSpeedCPUAdam(CpuAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_amsgrad(amsgrad, "DeepSpeedCPUAdam")
-        if not bias_correction:
-            raise FeatureNotAvailable("DeepSpeedCPUAdam without bias correction is not supported", hint="leave it on")
+        _refuse_variants("DeepSpeedCPUAdam", amsgrad=amsgrad, bias_correction=bias_correction)
         super().__init__(model_params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=adamw_mode)
         self.adam_w_mode = adamw_mode
 
@@ -79,9 +87,7 @@ class FusedAdam(Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse_amsgrad(amsgrad, "FusedAdam")
-        if not bias_correction:
-            raise FeatureNotAvailable("FusedAdam without bias correction is not supported", hint="leave it on")
+        _refuse_variants("FusedAdam", amsgrad=amsgrad, bias_correction=bias_correction)
         super().__init__(params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=adam_w_mode)
         self.adam_w_mode = adam_w_mode
 
@@ -122,8 +128,7 @@ class FusedLamb(Optimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if amsgrad:
-            raise FeatureNotAvailable("FusedLamb does not support the AMSGrad variant.", hint="leave amsgrad out")
+        _refuse_variants("FusedLamb", amsgrad=amsgrad)
         if max_grad_norm:
             raise FeatureNotAvailable("FusedLamb does not clip", hint="use gradient_clipping of the config")
         defaults = {
@@ -142,10 +147,7 @@ class FusedLamb(Optimizer):
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -202,10 +204,7 @@ class FusedLion(Optimizer):
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
@@ -286,10 +285,7 @@ class MuonWithAuxAdam(Optimizer):
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             update = self._muon if group["use_muon"] else self._adam
             for param in group["params"]:

@@ -49,7 +49,9 @@ def initialize(
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     # After the ranks have met: scripts write the file just before, on one rank or on all of them at the same path.
-    values = find_config(args, config if config is not None else config_params)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    given = config if config is not None else config_params
+    values = find_config(args, given, data_ranks=process_group.world_size() // stages)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
     engine: DeepSpeedEngine
@@ -73,6 +75,7 @@ def initialize(
             training_data=training_data,
             collate_fn=collate_fn,
         )
+    engine._config = values
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -5,8 +5,9 @@ Unlike `whole_state` nothing is gathered: a rank gives its own boxes of the whol
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -179,16 +180,23 @@ def optimizer_state(
 
 
 def _layout_of_stored(parts: StateParts, name: str, param: Tensor, stored: StoredTensor) -> WholeLayout:
-    """Of a stored value: a scalar, or the shape of this rank's part of the parameter."""
-    if not stored.shape:
-        return StateParts().layout(name, torch.empty((), device="meta"))
-    return parts.layout(name, parts.like(param))
+    """Of a stored value: one number, or the shape of this rank's part of the parameter."""
+    like = parts.like(param)
+    if not stored.shape or (_is_one_number(stored.shape) and stored.shape != tuple(local_part_of(like).shape)):
+        return StateParts().layout(name, torch.empty(stored.shape, device="meta"))
+    return parts.layout(name, like)
+
+
+def _is_one_number(shape: Sequence[int]) -> bool:
+    """Whether it is a number for the whole parameter, which some optimizers keep as a tensor of shape (1,)."""
+    return math.prod(shape) == 1
 
 
 def _layout_of_value(parts: StateParts, name: str, param: Tensor, value: Tensor) -> WholeLayout:
     if value.dim() and value.shape == param.shape:
         return parts.layout(name, value)
-    if value.dim() and parts.runs(name, param.shape)[0] != list(param.shape):
+    is_split = parts.runs(name, param.shape)[0] != list(param.shape)
+    if is_split and not _is_one_number(value.shape):
         raise InvalidArgument(
             f"the optimizer keeps a value for {name} in another shape than the parameter, which the plan splits",
             hint="use an optimizer whose state has the shape of the parameter, such as AdamW",
@@ -274,7 +282,7 @@ def _read_value(
         local = torch.empty(layout.local_shape, dtype=kind.dtype, device=device)
         saved.fill(full, layout, local)
         return _in_form_of(like, local)
-    if kind.shape and layout.local_shape != layout.shape:
+    if not _is_one_number(kind.shape) and layout.local_shape != layout.shape:
         raise CheckpointError(
             f"{full} has another shape than its parameter, of which this rank holds a part",
             hint="load it under a plan that does not split the parameter",

@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.bed.world import World
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.migrate.deepspeed.deepspeed_modules import refused_names
 from torsh_distributed.migrate.deepspeed.surface import activation_checkpointing, comm_calls, script_helpers
 from torsh_distributed.migrate.deepspeed.surface.device_accelerator import get_accelerator
+from torsh_distributed.migrate.deepspeed.surface.refused_names import refused_names
 
 
 def _communicate() -> Any:

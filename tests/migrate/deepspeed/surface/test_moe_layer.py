@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedFP16Config, DeepSpeedZeroConfig
+from torsh_distributed.migrate.deepspeed.config.section_models import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from torsh_distributed.migrate.deepspeed.surface.moe_layer import MoE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,12 @@ def _save(folder: str) -> Any:
         assert engine.save_16bit_model(f"{folder}/{stage}", "weights.bin")
         if stage == 1:
             assert (Path(folder) / "1" / "latest").read_text() == "global_step3"
-    with pytest.raises(Exception, match="tag"):
-        made(0)[0].save_checkpoint(folder, tag=f"mine{dist.get_rank()}")
+    mine = f"mine{dist.get_rank()}"
+    with pytest.raises(AssertionError, match="not consistent across all ranks"):
+        made(0, checkpoint={"tag_validation": "FAIL"})[0].save_checkpoint(folder, tag=mine)
+    for mode in ("WARN", "IGNORE"):
+        made(0, checkpoint={"tag_validation": mode})[0].save_checkpoint(f"{folder}/{mode}", tag=mine)
+        assert [path.name for path in Path(f"{folder}/{mode}").iterdir() if path.is_dir()] == ["mine0"]
     return saved
 
 
@@ -242,12 +247,19 @@ def _mistakes(folder: str) -> None:
         deepspeed.initialize(args=args, model=Model(), config={"train_batch_size": 4})
     with pytest.raises(AssertionError, match="train_batch_size 5"):
         deepspeed.initialize(model=Model(), config={"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
+    typo = {"train_batch_size": 4, "gradient_clipp1ng": 1.0}
+    deepspeed.initialize(model=Model(), config=typo)
+    os.environ["TORSH_STRICT_CONFIG"] = "1"
     with pytest.raises(ConfigurationError, match="gradient_clipping"):
-        deepspeed.initialize(model=Model(), config={"train_batch_size": 4, "gradient_clipp1ng": 1.0})
-    with pytest.raises(AssertionError, match="cannot be simultaneously enabled"):
-        made(0, fp16={"enabled": True}, bf16={"enabled": True})
+        deepspeed.initialize(model=Model(), config=typo)
     with pytest.raises(FeatureNotAvailable, match="hybrid_engine"):
         made(0, hybrid_engine={"enabled": True})
+    del os.environ["TORSH_STRICT_CONFIG"]
+    made(0, hybrid_engine={"enabled": True})
+    with pytest.raises(AssertionError, match="cannot be simultaneously enabled"):
+        made(0, fp16={"enabled": True}, bf16={"enabled": True})
+    with pytest.raises(FeatureNotAvailable, match="quantize_training"):
+        made(0, quantize_training={"enabled": True})
     with pytest.raises(FeatureNotAvailable, match="OneBitAdam"):
         made(0, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}})
     engine, *_ = made(1, 2, fp16={"enabled": True})

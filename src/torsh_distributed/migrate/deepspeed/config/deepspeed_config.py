@@ -1,23 +1,21 @@
 """A DeepSpeed config: read from a file or a dict, checked key by key, and made into a plan with a verdict on every key.
 
-Strict where DeepSpeed is not: its top level takes any key, and half of its sections do, so a typo there trains with the
-default. Here every unknown key is an error with the nearest name. Imports no torch.
+DeepSpeed's top level takes any key, and half of its sections do, so a typo there trains with the default. Such a key is
+named here with the nearest one, in a warning; with `strict` it is an error. Imports no torch.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, create_model
-
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed.config.hjson_format import ConfigSource, read_config
-from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN, ZERO, fill
-from torsh_distributed.migrate.deepspeed.config.section_keys import BF16, FP16
-from torsh_distributed.migrate.deepspeed.config.setting import Setting, SettingGroup, problems_in
+from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN, fill
+from torsh_distributed.migrate.deepspeed.config.setting import problems_in, put_plain_values, unknown_keys
 from torsh_distributed.migrate.deepspeed.config.translation import Translation
 from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import (
     BatchTriangle,
@@ -29,31 +27,22 @@ from torsh_distributed.migrate.deepspeed.config.translators.number_formats impor
 from torsh_distributed.migrate.deepspeed.config.translators.optimizer_keys import translate_optimizer
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.problems import configuration_error
+from torsh_distributed.plan.problems import Problem, configuration_error
 
+_log = logging.getLogger(__name__)
 
-class DeepSpeedConfigModel(BaseModel):
-    """A section: unknown keys raise, and a value of "auto" is the default."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**{key: value for key, value in data.items() if value != "auto"})
-
-
-def _model(name: str, section: SettingGroup) -> type[DeepSpeedConfigModel]:
-    """A model with the keys of a section and DeepSpeed's defaults."""
-    fields: dict[str, Any] = {
-        key: (Any, setting.default if isinstance(setting, Setting) else None)
-        for key, setting in section.settings.items()
-    }
-    return create_model(name, __base__=DeepSpeedConfigModel, **fields)
-
-
-DeepSpeedZeroConfig = _model("DeepSpeedZeroConfig", ZERO)
-DeepSpeedFP16Config = _model("DeepSpeedFP16Config", FP16)
-DeepSpeedBF16Config = _model("DeepSpeedBF16Config", BF16)
-
+WITHOUT_BEGINNING = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+"""Keys `stage3_…` of zero_optimization that DeepSpeed also takes under these names."""
 
 NEWEST = (0, 19, 8)
 """The version whose defaults hold unless another is named: what a config leaves out has changed over time."""
@@ -63,23 +52,40 @@ class DeepSpeedConfig:
     """The values of a config, without "auto". `to_plan` makes a plan of it.
 
     `fills`: values for keys that are "auto", by key in full, as a trainer would fill them. `version`: the DeepSpeed
-    that the config was used with, for the defaults that changed. Raises ConfigurationError with every unknown key,
-    wrong value and "auto" without a fill.
+    that the config was used with, for the defaults that changed. `strict`: a key that DeepSpeed ignores, because it has
+    none of that name, is an error; without it, a warning. Raises ConfigurationError with every key that DeepSpeed
+    refuses, wrong value and "auto" without a fill.
     """
 
     def __init__(
-        self, source: ConfigSource, *, fills: Mapping[str, Any] | None = None, version: str | None = None
+        self,
+        source: ConfigSource,
+        *,
+        fills: Mapping[str, Any] | None = None,
+        version: str | None = None,
+        strict: bool = False,
     ) -> None:
         self.values, self._name = read_config(source)
         self.version = NEWEST if version is None else _version(version)
-        _modernise(self.values)
+        self._prepare()
         problems = fill(self.values, fills or {})
+        problems += unknown_keys(self.values, KNOWN, is_checked=True)
+        stray = list(unknown_keys(self.values, KNOWN, is_checked=False))
+        if strict:
+            problems += stray
+        else:
+            _warn_of(stray)
         reported = {problem.key for problem in problems}
         problems += [
             one for one in problems_in(self.values, KNOWN) if one.key not in reported and not self._is_auto(one.key)
         ]
         if problems:
             raise configuration_error(problems, where=self._name)
+
+    def _prepare(self) -> None:
+        """Bring what was read into the newest spelling, before it is checked."""
+        _modernise(self.values)
+        put_plain_values(self.values, KNOWN)
 
     @classmethod
     def from_file(cls, path: str, **options: Any) -> DeepSpeedConfig:
@@ -136,18 +142,31 @@ def from_deepspeed(
     world_size: int | None = None,
     fills: Mapping[str, Any] | None = None,
     version: str | None = None,
+    strict: bool = False,
 ) -> tuple[Plan, MigrationReport]:
     """A DeepSpeed config as a plan, with a verdict on every key: `DeepSpeedConfig(...).to_plan(...)`."""
-    return DeepSpeedConfig(source, fills=fills, version=version).to_plan(world_size)
+    return DeepSpeedConfig(source, fills=fills, version=version, strict=strict).to_plan(world_size)
+
+
+def _warn_of(stray: Sequence[Problem]) -> None:
+    for one in stray:
+        near = f": {one.hint}" if one.hint.startswith("did you mean") else ""
+        _log.warning("%s, and DeepSpeed ignores it%s", one.text, near)
 
 
 def _modernise(values: dict[str, Any]) -> None:
-    """Spellings of early versions: `zero_optimization: true` is stage 1; numbers written as 5e8 are whole."""
+    """Other spellings: `zero_optimization: true` is stage 1, and its keys for stage 3 may lack their beginning."""
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):
         values["zero_optimization"] = {"stage": int(zero)}
-    elif isinstance(zero, dict) and isinstance(zero.get("stage"), bool):
+        return
+    if not isinstance(zero, dict):
+        return
+    if isinstance(zero.get("stage"), bool):
         zero["stage"] = int(zero["stage"])
+    for name in WITHOUT_BEGINNING:
+        if name in zero:
+            zero.setdefault(f"stage3_{name}", zero.pop(name))
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ _NO_LINEAR = "torch's linear layers keep no copy of their weight"
 _DEVICES = ("none", "cpu", "nvme")
 
 OFFLOAD_OPTIMIZER = SettingGroup(
+    is_checked=True,
     settings={
         "device": text("none", *_DEVICES),
         "nvme_path": text(),
@@ -41,9 +42,10 @@ OFFLOAD_OPTIMIZER = SettingGroup(
         "ratio": number(1.0, least=0),
         "super_offload": flag(False).hint("state on the host is updated by CpuAdam"),
         "cpuadam_cores_perc": number(0.8, least=0).hint("threads follow OMP_NUM_THREADS"),
-    }
+    },
 )
 OFFLOAD_PARAM = SettingGroup(
+    is_checked=True,
     settings={
         "device": text("none", *_DEVICES),
         "nvme_path": text(),
@@ -51,10 +53,11 @@ OFFLOAD_PARAM = SettingGroup(
         "buffer_size": whole(int(1e8)).hint("a buffer is as large as the layer in it"),
         "max_in_cpu": whole(int(1e9)).hint("host memory is limited in bytes: see offload.cpu_memory_budget_gb"),
         "pin_memory": flag(True),
-    }
+    },
 )
 
 ZERO = SettingGroup(
+    is_checked=True,
     settings={
         "stage": whole(0, choices=(0, 1, 2, 3)),
         "contiguous_gradients": flag(True).hint(_ALWAYS),
@@ -95,7 +98,7 @@ ZERO = SettingGroup(
             "frozen weights are not stored in 8 bits: quantize them with torchao or bitsandbytes"
         ),
         "zero_quantized_gradients": flag(False),
-        "zeropp_loco_param": SettingGroup(settings={"err_beta": number(0.8), "reset_T": whole(1024)}),
+        "zeropp_loco_param": SettingGroup(is_checked=True, settings={"err_beta": number(0.8), "reset_T": whole(1024)}),
         "mics_shard_size": whole(-1, least=-1),
         "mics_hierarchical_params_gather": flag(False).hint("the backend decides how shards are gathered"),
         "memory_efficient_linear": flag(True).hint(_NO_LINEAR),
@@ -105,12 +108,13 @@ ZERO = SettingGroup(
         "enable_sanity_checks": flag(False).equivalent("TORSH_DEBUG=1", "it compares every collective across ranks"),
         "save_muon_momentum_buffer_in_memory": flag(False).hint("offload decides by budget"),
         "leaf_module": SettingGroup(
+            is_checked=True,
             settings={
                 name: words().hint("a module inside a layer is gathered with the layer: see fsdp.wrap")
                 for name in ("classes", "names", "name_suffixes")
             },
         ),
-    }
+    },
 )
 
 
@@ -132,7 +136,7 @@ KNOWN = SettingGroup(
         "scheduler": SettingGroup(
             settings={"type": text(), "params": SettingGroup(settings={}, is_open=True)},
         ),
-        "gradient_clipping": number(1.0, least=0),
+        "gradient_clipping": number(1.0),
         "fp16": section.FP16,
         "bf16": section.BF16,
         "bfloat16": section.BF16,

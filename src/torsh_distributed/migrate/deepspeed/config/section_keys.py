@@ -34,6 +34,7 @@ def _all_refused(reason: str, **settings: Setting) -> SettingGroup:
 
 
 FP16 = SettingGroup(
+    is_checked=True,
     gate="enabled",
     settings={
         "enabled": flag(),
@@ -49,6 +50,7 @@ FP16 = SettingGroup(
     },
 )
 BF16 = SettingGroup(
+    is_checked=True,
     gate="enabled",
     settings={
         "enabled": flag(),
@@ -138,6 +140,7 @@ PIPELINE = SettingGroup(
 )
 _LAYER_RULES = "layers are split as the model declares, or as found: write others into tensor.overrides"
 TENSOR = SettingGroup(
+    is_checked=True,
     settings={
         "autotp_size": whole(0),
         "tp": SettingGroup(
@@ -157,7 +160,7 @@ TENSOR = SettingGroup(
         "injection_policy_tuple": anything().refused(_LAYER_RULES),
         "keep_module_on_host": flag().hint("weights are read by the ranks that need them"),
         "replace_with_kernel_inject": flag().hint("torch's kernels, and those of compile.enabled"),
-    }
+    },
 )
 _EXPERT_NAMES = (
     "validate_folding_routing",
@@ -226,6 +229,7 @@ _COMPILE_NAMES = (
     "passes",
 )
 COMPILE = SettingGroup(
+    is_checked=True,
     gate="deepcompile",
     settings={
         "deepcompile": flag(),
@@ -236,11 +240,13 @@ COMPILE = SettingGroup(
     },
 )
 TENSORBOARD = SettingGroup(
+    is_checked=True,
     gate="enabled",
     settings={"enabled": flag(), "output_path": text(""), "job_name": text("DeepSpeedJobName")},
 )
 CSV = TENSORBOARD
 WANDB = SettingGroup(
+    is_checked=True,
     gate="enabled",
     settings={
         "enabled": flag(),
@@ -262,6 +268,7 @@ COMET = _all_refused(
 )
 _EVENTS = Setting(kind="flag", default=False, verdict=Verdict.EQUIVALENT, means="TORSH_EVENTS_DIR=DIR")
 COMMS_LOGGER = SettingGroup(
+    is_checked=True,
     gate="enabled",
     settings={
         "enabled": replace(_EVENTS, reason="every collective is an event; `torsh trace` sums them up"),
@@ -286,10 +293,11 @@ FLOPS = SettingGroup(
 TIMERS = SettingGroup(
     settings={
         "throughput": SettingGroup(
+            is_checked=True,
             settings={
                 "enabled": flag(True).equivalent("", "samples per second are a metric of every step"),
                 "synchronized": flag(True).hint("steps are timed without stopping the device"),
-            }
+            },
         )
     }
 )

@@ -88,6 +88,8 @@ class SettingGroup:
     gate: str | None = None
     is_open: bool = False
     """Whether keys of any name may stand in it: they are arguments of what it names."""
+    is_checked: bool = False
+    """Whether DeepSpeed itself refuses a key that the section does not have; elsewhere it ignores the key."""
 
 
 def flag(default: bool | None = False) -> Setting:
@@ -121,14 +123,12 @@ def anything(default: Any = None) -> Setting:
 
 
 def problems_in(values: Mapping[str, Any], group: SettingGroup, prefix: str = "") -> Iterator[Problem]:
-    """Every unknown key and wrong value, in the order of the file."""
+    """Every wrong value, in the order of the file."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if name not in group.settings:
-            if not group.is_open:
-                yield unknown_key(key, group.settings, kind="DeepSpeed")
+        setting = group.settings.get(name)
+        if setting is None:
             continue
-        setting = group.settings[name]
         if isinstance(setting, Setting):
             found = setting.problem(key, value)
             if found is not None:
@@ -139,6 +139,45 @@ def problems_in(values: Mapping[str, Any], group: SettingGroup, prefix: str = ""
             yield Problem(
                 key, f"{key} must be a section of keys; got {value!r}", f"it has: {', '.join(setting.settings)}"
             )
+
+
+def unknown_keys(
+    values: Mapping[str, Any], group: SettingGroup, prefix: str = "", *, is_checked: bool
+) -> Iterator[Problem]:
+    """Keys that DeepSpeed does not have, in the sections that it checks or in those that it does not."""
+    for name, value in values.items():
+        setting = group.settings.get(name)
+        if setting is None and not group.is_open and group.is_checked == is_checked:
+            yield unknown_key(f"{prefix}{name}", group.settings, kind="DeepSpeed")
+        elif isinstance(setting, SettingGroup) and isinstance(value, Mapping):
+            yield from unknown_keys(value, setting, f"{prefix}{name}.", is_checked=is_checked)
+
+
+_TRUE, _FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
+
+
+def put_plain_values(values: dict[str, Any], group: SettingGroup) -> None:
+    """Write values as they are meant: DeepSpeed takes 1 for true, and in checked sections text for numbers."""
+    for name, value in values.items():
+        setting = group.settings.get(name)
+        if isinstance(setting, SettingGroup) and isinstance(value, dict):
+            put_plain_values(value, setting)
+        elif isinstance(setting, Setting):
+            values[name] = _plain_value(setting, value, takes_text=group.is_checked)
+
+
+def _plain_value(setting: Setting, value: Any, *, takes_text: bool) -> Any:
+    if setting.kind == "flag":
+        if isinstance(value, int | float) and value in (0, 1):
+            return bool(value)
+        if takes_text and isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
+            return value.lower() in _TRUE
+    if takes_text and setting.kind in ("whole", "number") and isinstance(value, str):
+        try:
+            return int(value) if setting.kind == "whole" else float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def leaves_of(values: Mapping[str, Any], group: SettingGroup, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN
 from torsh_distributed.migrate.deepspeed.config.setting import Setting, SettingGroup, leaves_of, setting_at
 from torsh_distributed.migrate.report import KeyVerdict, Verdict
 from torsh_distributed.plan.describing import show
-from torsh_distributed.plan.problems import Problem
+from torsh_distributed.plan.problems import Problem, did_you_mean
 
 NOT_GIVEN = "not given"
 """What the table shows for a key that the file leaves to DeepSpeed's default."""
@@ -115,6 +115,11 @@ class Translation:
         if isinstance(setting, SettingGroup):
             return KeyVerdict(key, value, Verdict.HONOURED, "", "an empty section asks for nothing")
         if setting is None:
+            around = setting_at(section, KNOWN) if section else KNOWN
+            if isinstance(around, SettingGroup) and not around.is_open:
+                near = did_you_mean(key.rpartition(".")[2], around.settings)
+                reason = "DeepSpeed has no such key, and ignores it" + (f": {near}" if near else "")
+                return KeyVerdict(key, value, Verdict.HINT, "", reason)
             # Inside an open section that is on, whose translator speaks for what it reads.
             return KeyVerdict(key, value, Verdict.HINT, "", f"it belongs to {section}")
         if setting.verdict is None and not setting.asks_for_nothing(value):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torsh_distributed.errors import ConfigurationError
@@ -24,6 +25,70 @@ SCHEDULES: dict[str, type[BatchSchedule]] = {
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
 }
+
+_KINDS = ("LR_RANGE_TEST", "ONE_CYCLE", "WARMUP_LR", "WARMUP_DECAY_LR", "WARMUP_COSINE_LR")
+_RATES = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+"""The param that is a schedule's rate; of the others it is warmup_max_lr."""
+
+
+def schedule_constants() -> dict[str, Any]:
+    """The names of schedules and of their params, as constants in capitals, such as WARMUP_NUM_STEPS."""
+    params = {
+        name
+        for kind in SCHEDULES.values()
+        for name in inspect.signature(kind).parameters
+        if name not in ("optimizer", "last_batch_iteration")
+    }
+    return {
+        "LR_SCHEDULE": "lr_schedule",
+        "VALID_LR_SCHEDULES": list(SCHEDULES),
+        "WARMUP_LOG_RATE": "log",
+        "WARMUP_LINEAR_RATE": "linear",
+        **{name.upper(): name for name in sorted(params)},
+        **dict(zip(_KINDS, SCHEDULES, strict=True)),
+    }
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--lr_schedule` and the params of every schedule to a script's parser; what is not given is None."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", type=str, default=None, help="LR schedule for training.")
+    seen: set[str] = set()
+    for kind in SCHEDULES.values():
+        for name, one in inspect.signature(kind).parameters.items():
+            if name in seen or name in ("optimizer", "last_batch_iteration"):
+                continue
+            seen.add(name)
+            group.add_argument(f"--{name}", type=_kind_of(one.default), default=None, help=f"{name} of a schedule.")
+    return parser
+
+
+def _kind_of(default: Any) -> Callable[[str], Any]:
+    if isinstance(default, bool):
+        return lambda text: text.lower() in ("1", "true", "yes")
+    return type(default) if isinstance(default, int | str) else float
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The section `scheduler` that arguments of `add_tuning_arguments` say, or None and the reason."""
+    kind = getattr(args, "lr_schedule", None)
+    if kind is None:
+        return None, "--lr_schedule not specified on command line"
+    if kind not in SCHEDULES:
+        return None, f"{kind} is not supported LR schedule"
+    known = inspect.signature(SCHEDULES[kind]).parameters
+    given = {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
+    return {"type": kind, "params": given}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The rate of a section `scheduler`, or None and the reason."""
+    kind, params = config.get("type"), config.get("params")
+    if kind is None or params is None:
+        return None, "LR schedule type or params not specified"
+    if kind not in SCHEDULES:
+        return None, f"{kind} is not a valid LR schedule"
+    return params.get(_RATES.get(kind, "warmup_max_lr")), ""
 
 
 def make_schedule(kind: str, params: Mapping[str, Any], optimizer: Any) -> BatchSchedule:

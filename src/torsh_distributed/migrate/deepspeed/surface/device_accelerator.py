@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 
 from torsh_distributed import known_variables
+from torsh_distributed.migrate.deepspeed.surface import op_builders
+
+_TENSOR_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
 
 
 class TorshAccelerator:
@@ -21,6 +34,10 @@ class TorshAccelerator:
         self._is_cuda = torch.cuda.is_available()
         self._name = "cuda" if self._is_cuda else "cpu"
         self._communication_backend_name = self.communication_backend_name()
+        self._compile_backend = "inductor"
+        for name, dtype in _TENSOR_TYPES.items():
+            on_gpu = functools.partial(torch.tensor, dtype=dtype, device="cuda")
+            setattr(self, name, on_gpu if self._is_cuda else getattr(torch, name))
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cuda:0`, or `cpu`."""
@@ -172,6 +189,122 @@ class TorshAccelerator:
     def is_triton_supported(self) -> bool:
         """None of DeepSpeed's kernels is used."""
         return False
+
+    prefer_triton_grouped_mm = is_triton_supported
+
+    def is_fp64_supported(self) -> bool:
+        """Torch computes in fp64 on both."""
+        return True
+
+    def random(self) -> Any:
+        """Torch's module of random numbers."""
+        return torch.random
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator that random numbers of the device come from."""
+        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work runs on unless told otherwise."""
+        return torch.cuda.default_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+
+    @property
+    def Event(self) -> Any:  # noqa: N802 (torch's name)
+        """Torch's class of events; a CPU has none."""
+        return torch.cuda.Event if self._is_cuda else None
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """Forget the peak; a process's peak cannot be."""
+        self.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_cached = reset_max_memory_allocated
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call it now: nothing is initialized late here."""
+        return callback()
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded."""
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def create_graph(self) -> Any:
+        """A CUDA graph to record into; None on a CPU."""
+        return torch.cuda.CUDAGraph() if self._is_cuda else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """A context whose work is recorded; on a CPU it runs."""
+        return torch.cuda.graph(graph, pool, stream) if self._is_cuda else contextlib.nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run what was recorded."""
+        if graph is not None:
+            graph.replay()
+
+    def pin_memory_alignment(self) -> int:
+        """Torch aligns pinned memory itself."""
+        return 1
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        """An empty tensor in host memory, pinned where there is a GPU."""
+        return torch.empty(*size, dtype=dtype, pin_memory=self._is_cuda)
+
+    def pin_empty_like(self, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+        """An empty tensor of the same shape in host memory, pinned where there is a GPU."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
+
+    def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory that is not pinned."""
+        return tensor.clone() if self.is_pinned(tensor) else tensor
+
+    def register_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, for transfers: pinned where there is a GPU."""
+        return self.pin_memory(tensor)
+
+    def unregister_host_memory(self, tensor: torch.Tensor) -> None:
+        """Torch frees pinned memory with the tensor."""
+
+    def export_envs(self) -> list[str]:
+        """Beginnings of variables that workers need."""
+        return ["NCCL", "PYTHON", "MV2", "UCX", "TORSH", "LD_LIBRARY", "PATH"]
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variable that says which GPUs a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
+        """Write it."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def get_compile_backend(self) -> str:
+        """The backend of torch.compile."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose the backend that `get_compile_backend` names."""
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"{backend} not supported by {self.device_name()}. Supported Backends are {known}")
+        self._compile_backend = backend
+
+    def op_builder_dir(self) -> str:
+        """The module of the builders."""
+        return "deepspeed.ops.op_builder"
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """A builder by its name; None if DeepSpeed has none of that name."""
+        kind = self.get_op_builder(class_name)
+        return None if kind is None else kind()
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of a builder."""
+        return op_builders.BUILDERS.get(class_name)
+
+    def build_extension(self) -> Any:
+        """What compiles extensions of torch."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension
 
     def __getattr__(self, name: str) -> Any:
         """Streams, events and the like: torch's."""

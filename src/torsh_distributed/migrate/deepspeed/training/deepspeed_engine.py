@@ -18,10 +18,12 @@ from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
 from torsh_distributed.migrate.deepspeed.training.engine_saving import EngineSaving
+from torsh_distributed.migrate.deepspeed.training.forward_extras import ForwardExtras
 from torsh_distributed.migrate.deepspeed.training.master_weights import move_state
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import MicrobatchLoop, batch_loader
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.setting_methods import SettingMethods
+from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer, no_optimizer
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.train.engine import Engine
 
@@ -50,7 +52,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self._core, self._settings, self._update = core, settings, update
         self._loop = MicrobatchLoop(core, settings, update)
         self.module = core.unwrapped
-        self.optimizer: Optimizer = core.optimizer
+        self.optimizer: Optimizer | None = None if isinstance(core.optimizer, NoOptimizer) else core.optimizer
         self.basic_optimizer = self.client_optimizer = client_optimizer
         self.lr_scheduler = lr_scheduler
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
@@ -59,9 +61,13 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self.world_size, self.dp_world_size = process_group.world_size(), core.strategy.data_degree
         self.mp_world_size = 1
         self.collate_fn, self.training_data = collate_fn, training_data
+        self._config: Any = None
+        """The config as `initialize` read it: scripts look into it too. Any: a type of a higher layer."""
         self.loaded_checkpoint_tag: str | None = None
         self.is_compiled = False
         self._halves_inputs = settings.dtype is torch.float16 and bool(settings.value("fp16.auto_cast", False))
+        self._extras = ForwardExtras(settings, self.module)
+        self.progressive_layer_drop = self._extras.layer_drop
         self._boundary: bool | None = None
         self._is_stepping = self._step_applied = False
         self._num_backwards = 0
@@ -80,6 +86,8 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         """The model's outputs on this rank's microbatch."""
         if self._halves_inputs:
             inputs, kwargs = _halved(inputs), _halved(kwargs)
+        if self.training:
+            kwargs = {**kwargs, **self._extras.arguments(self.global_steps)}
         with self._report.timing(
             "forward", is_profiled=self.training and self.global_steps == self._report.profile_step
         ):
@@ -87,6 +95,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         """Add the gradients of `loss`; returns the loss divided by the number of accumulated microbatches."""
+        self._require_optimizer("backward")
         self._num_backwards += 1
         is_last = self._settings.is_managed and self.is_gradient_accumulation_boundary()
         with self._report.timing("backward"):
@@ -96,10 +105,12 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss for a `backward()` that is called on it directly."""
+        self._require_optimizer("scale")
         return self._loop.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update the parameters if this ends an accumulation; in any case one microbatch is done."""
+        self._require_optimizer("step")
         require(
             not self._loop.is_inside_no_sync,
             "It is illegal to call Engine.step() inside no_sync context manager",
@@ -111,6 +122,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
             with self._report.timing("step"):
                 if is_boundary:
                     self._loop.finish_gradients()
+                    self._extras.before_update(self.global_steps)
                     self._take_model_step(lr_kwargs or {})
                     if self._whole is not None:
                         self._whole.gather()
@@ -119,10 +131,14 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self.micro_steps += 1
         self._report.after_step(self, is_boundary=is_boundary)
 
+    def _require_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise no_optimizer(call)
+
     def _take_model_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._update.run()
         overflow = self._update.overflow
-        self.optimizer.overflow = overflow  # type: ignore[attr-defined]  # DeepSpeed's optimizers have it
+        self._core.optimizer.overflow = overflow  # type: ignore[attr-defined]  # DeepSpeed's optimizers have it
         self._step_applied = not overflow
         if overflow:
             self.skipped_steps += 1
@@ -133,6 +149,14 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         is_managed = self._settings.is_managed
         self.global_samples += self._settings.batch.train if is_managed else micro_samples * self._num_backwards
         self._num_backwards = 0
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Reduce what backward has not reduced yet; `step` does it too. Every rank calls this."""
+        self._loop.finish_gradients()
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that `progressive_layer_drop` keeps now; None if it is off."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     # --- boundaries of an accumulation ----------------------------------------------------------------------------
 
@@ -232,7 +256,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
 
     def _of_groups(self, key: str) -> list[Any]:
-        return [group[key] for group in self.optimizer.param_groups if key in group] or [0.0] * (key != "type")
+        return [group[key] for group in self._core.optimizer.param_groups if key in group] or [0.0] * (key != "type")
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """The size of a batch over all ranks, of a microbatch, and the number of microbatches."""
@@ -283,11 +307,11 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Move the optimizer's state and the masters to host memory, between phases of a job."""
-        move_state(self.optimizer, torch.device("cpu"))
+        move_state(self._core.optimizer, torch.device("cpu"))
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` moved."""
-        move_state(self.optimizer, self.device)
+        move_state(self._core.optimizer, self.device)
 
     def destroy(self) -> None:
         """Finish what is being written. The process group stays: other engines may use it."""

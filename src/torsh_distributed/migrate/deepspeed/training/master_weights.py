@@ -106,7 +106,9 @@ class MasterWeights(Optimizer):
             for group, params in zip(self.param_groups, before, strict=True):
                 group["params"] = params
         for param, master in pairs:
-            self.state[param].update(self.optimizer.state[master])
+            values = self.optimizer.state.pop(master)
+            self.state[param].update(values)
+            self.optimizer.state[param] = values  # as its groups have it: scripts ask for its state_dict()
             _held(param).copy_(_held(master))
             master.grad = None
         self._forget_grads()

@@ -19,6 +19,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 from torsh_distributed.train.engine import Engine
@@ -108,6 +109,7 @@ class MicrobatchLoop:
     def __init__(self, core: Engine, settings: RunSettings, update: UpdateStep) -> None:
         self._core, self._settings, self._update = core, settings, update
         self._replicas = core.model if isinstance(core.model, DistributedDataParallel) else None
+        self._is_untrained = isinstance(core.optimizer, NoOptimizer)
         self.is_inside_no_sync = False
         self._overlaps: bool | None = None if self._replicas is not None else False
         """Whether the last backward of an update may reduce; None until the first update shows that all parameters
@@ -119,7 +121,7 @@ class MicrobatchLoop:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ends_update: bool | None) -> Any:
         """The model's outputs. `ends_update`: whether backward will end an accumulation; None if it is not known."""
         core = self._core
-        if not (torch.is_grad_enabled() and core.model.training):
+        if self._is_untrained or not (torch.is_grad_enabled() and core.model.training):
             with self._autocast():
                 return core.model(*args, **kwargs)
         self._update.began()

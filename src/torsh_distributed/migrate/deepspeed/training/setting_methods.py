@@ -97,6 +97,11 @@ _PATHS: dict[str, tuple[str, Any]] = {
     "curriculum_params_legacy": ("curriculum_learning", None),
     "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
     "random_ltd_config": ("data_efficiency.data_routing.random_ltd", None),
+    "pld_enabled": ("progressive_layer_drop.enabled", False),
+    "pld_params": ("progressive_layer_drop", None),
+    "pld_theta": ("progressive_layer_drop.theta", 1.0),
+    "pld_gamma": ("progressive_layer_drop.gamma", 0.001),
+    "sparse_gradients_enabled": ("sparse_gradients", False),
     "is_deepcompile_enabled": ("compile.deepcompile", False),
     **{f"zero_{name}": (f"zero_optimization.{name}", default) for name, default in _ZERO.items()},
 }

@@ -16,16 +16,18 @@ from typing import Any, Protocol
 import torch
 
 from torsh_distributed.checkpoint.loading.restoring import world_group
-from torsh_distributed.comm.agreement import fail_together, require_same
-from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.moves import barrier
+from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed
 from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer
 from torsh_distributed.migrate.deepspeed.zero.whole_between_steps import whole_weights
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.train.checkpointing import EngineCheckpoints
@@ -35,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 LATEST = "latest"
 _STATE = "engine_state_rank{rank}.pt"
+SHARED = "shared"
+"""Where an engine's file says which names are one tensor: every further name to the first."""
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _SCRIPT = '''"""Writes the weights of the newest checkpoint here as fp32: zero_to_fp32.py . OUTPUT [--tag TAG]"""
 
@@ -75,12 +79,8 @@ class TaggedCheckpoints:
         save_latest: bool,
     ) -> bool:
         """Write `directory/tag`; the tag is the same on all ranks, or all raise."""
-        name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+        name = self._agreed_tag(str(tag) if tag is not None else f"global_step{engine.global_steps}")
         place = Path(directory) / name
-        if str(self._settings.value("checkpoint.tag_validation", "Warn")).lower() != "ignore":
-            require_same(
-                {"tag": name}, group=resolve_group(None), hint="pass one tag on all ranks, such as the number of steps"
-            )
         with fail_together("save the checkpoint", world_group()):
             if process_group.rank() == 0:
                 place.mkdir(parents=True, exist_ok=True)
@@ -118,11 +118,12 @@ class TaggedCheckpoints:
         if not place.is_dir():
             _log.warning("there is no checkpoint %s: nothing is loaded", place)
             return None, None
+        with_optimizer = with_optimizer and not isinstance(self._core.optimizer, NoOptimizer)
         is_ours = any(place.glob(_STATE.format(rank="*")))
         if is_ours:
             with _checkpoints_of(self._core) as checkpoints:
                 checkpoints.load(place, strict=strict, model_only=not with_optimizer)
-            state = _read(place)
+            state = read_engine_state(place, process_group.rank())
         else:
             facts = load_deepspeed(self._core, directory, name, model_only=not with_optimizer, strict=strict)
             state = _state_from(facts, self._settings.batch.accumulation)
@@ -136,6 +137,17 @@ class TaggedCheckpoints:
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         engine.loaded_checkpoint_tag = name
         return str(place), dict(state["client_state"])
+
+    def _agreed_tag(self, mine: str) -> str:
+        """The tag of rank 0, under which all ranks save; what is done if others differ, the config says."""
+        tags: list[str] = all_gather_object(mine)
+        mode = str(self._settings.value("checkpoint.tag_validation", "Warn")).lower()
+        if len(set(tags)) == 1 or mode == "ignore":
+            return tags[0]
+        text = f"[rank={process_group.rank()}] The checkpoint tag name '{mine}' is not consistent across all ranks."
+        require(mode != "fail", text, hint="pass one tag on all ranks, such as the number of steps", tags=tags)
+        _log.warning("%s All save under that of rank 0: %s", text, tags[0])
+        return tags[0]
 
     def save_weights(self, path: Path, *, exclude: set[str]) -> bool:
         """Write the module's state as one file of torch.save; every rank calls this, rank 0 writes."""
@@ -161,10 +173,10 @@ class TaggedCheckpoints:
         if isinstance(self._core.optimizer, MasterWeights):
             self._core.optimizer.refresh_masters(self._core.strategy.state_parts().like)
 
-    @staticmethod
-    def _engine_state(engine: TaggedEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    def _engine_state(self, engine: TaggedEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
         scheduler = engine.lr_scheduler
         return {
+            SHARED: self._core.strategy.shared_names(),
             "counts": {count: getattr(engine, count) for count in _COUNTS},
             "loss_scaler": engine.loss_scaler.state_dict(),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
@@ -212,9 +224,9 @@ def _write(path: Path, state: Mapping[str, Any]) -> None:
     _replace(path, lambda place: torch.save(dict(state), place))
 
 
-def _read(place: Path) -> dict[str, Any]:
-    """This rank's own file if it has one, else that of the first rank; never a bare pickle."""
-    path = place / _STATE.format(rank=process_group.rank())
+def read_engine_state(place: Path, rank: int = 0) -> dict[str, Any]:
+    """A rank's own file if it has one, else that of the first rank; never a bare pickle."""
+    path = place / _STATE.format(rank=rank)
     path = path if path.is_file() else place / _STATE.format(rank=0)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as whole_fp32_weights
+from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import SHARED, read_engine_state
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
 from torsh_distributed.parallel.state.whole_state import StateParts
 
@@ -27,18 +28,23 @@ def get_fp32_state_dict_from_zero_checkpoint(
     place = _place(Path(checkpoint_dir), tag)
     if not any(place.glob("engine_state_rank*.pt")):
         return whole_fp32_weights(checkpoint_dir, place.name, exclude_frozen=exclude_frozen_parameters)
+    # A file of before this was kept has no such entry: then every name has its own tensor.
+    shared: Mapping[str, str] = read_engine_state(place).get(SHARED, {})
     with CheckpointManager(place) as manager:
         saved = manager.open(None)
         names = [name.removeprefix(f"{MODEL}.") for name in saved.tensors if name.startswith(f"{MODEL}.")]
         found: dict[str, Tensor] = {}
-        for name in names:
+        for name in sorted(names, key=lambda one: one in shared):
+            if shared.get(name) in found:
+                found[name] = found[shared[name]]
+                continue
             master = f"{OPTIMIZER}.state.{name}.master"
             source = master if master in saved.tensors else f"{MODEL}.{name}"
             kind = saved.tensors[source]
             value = torch.empty(kind.shape, dtype=kind.dtype)
             saved.fill(source, StateParts().layout(name, value), value)
             found[name] = value.float() if value.is_floating_point() else value
-    return found
+    return {name: found[name] for name in names}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

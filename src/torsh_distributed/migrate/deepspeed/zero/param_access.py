@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -140,10 +140,10 @@ def owner_of(param: Tensor) -> Engine | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The whole parameter in fp32, from its master if it has one; every rank calls this."""
+    """The whole parameter in fp32, from its master if it has one; None if it is frozen. Every rank calls this."""
     param = trained_param(param)
     core = owner_of(param)
-    if core is None:
+    if core is None or not param.requires_grad:
         return None
     return whole(_master(core, param).detach()).float()
 
@@ -189,11 +189,21 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         _held(param.grad).copy_(_held(part_of(value.to(param.grad.dtype), param.grad)))
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the whole gradient of each parameter by what the function makes of it; every rank calls this."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the parameter, in fp32."""
+    """This rank's part of the parameter, in fp32; None if it is frozen."""
     param = trained_param(param)
     core = owner_of(param)
-    return None if core is None else _held(_master(core, param)).detach().float()
+    return None if core is None or not param.requires_grad else _held(_master(core, param)).detach().float()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

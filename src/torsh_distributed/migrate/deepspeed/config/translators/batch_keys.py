@@ -177,7 +177,7 @@ def _elastic(one: Translation) -> None:
 def _clipping(one: Translation) -> None:
     if one.has("gradient_clipping"):
         limit = float(one.get("gradient_clipping"))
-        one.honoured("gradient_clipping", one.set("training.gradient_clipping", limit) if limit else "", "")
+        one.honoured("gradient_clipping", one.set("training.gradient_clipping", limit) if limit > 0 else "", "")
         return
     if one.version >= CLIPS_BY_DEFAULT:
         one.give_default(
