@@ -39,6 +39,7 @@ from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.loss_kind import check_coupled_samples
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.deferred_logits import defer_logits
+from torsh_distributed.train.speed.expert_stacks import cast_expert_stacks
 from torsh_distributed.train.speed.float8 import use_float8
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def parallelize(
         use_float8(model, chosen.precision, _device_of(model))
         if not (chosen.compile.enabled or chosen.precision.fp8_emulate) and process_group.rank() == 0:
             _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
+    if chosen.precision.dtype in ("bf16", "fp8"):
+        cast_expert_stacks(model)
     if chosen.training.fused_loss:
         defer_logits(model)
     if chosen.training.gather_for_loss and loss_fn is None:
