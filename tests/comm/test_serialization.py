@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.comm.serialization import _DTYPES, deserialize, deserialize_tensor, serialize, serialize_tensor
+from torsh_distributed.comm.serialization import DTYPES, deserialize, deserialize_tensor, serialize, serialize_tensor
 from torsh_distributed.errors import SerializationError
 
 SCALARS = (
@@ -41,7 +41,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: object) -> Non
     assert type(back) is type(value)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     numel = math.prod(shape) * dtype.itemsize

@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<4sBBB3x")
 _MAX_DIMS = 64
 
 # Tags are part of the wire format: append, never renumber.
-_DTYPES: tuple[torch.dtype, ...] = (
+DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -43,14 +43,14 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.uint32,
     torch.uint64,
 )
-_TAGS = {dtype: tag for tag, dtype in enumerate(_DTYPES)}
+TAGS = {dtype: tag for tag, dtype in enumerate(DTYPES)}
 
 _EXT_TENSOR, _EXT_TUPLE, _EXT_SET, _EXT_COMPLEX, _EXT_BIG_INT = 1, 2, 3, 4, 5
 
 
 def serialize_tensor(tensor: Tensor) -> bytes:
     """Header, shape and little-endian data of a tensor on any device; gradients do not travel."""
-    tag = _TAGS.get(tensor.dtype)
+    tag = TAGS.get(tensor.dtype)
     if tag is None or tensor.layout != torch.strided:
         raise SerializationError(
             "this kind of tensor cannot be serialized",
@@ -73,13 +73,13 @@ def deserialize_tensor(data: bytes) -> Tensor:
     magic, version, tag, num_dims = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise _bad("it does not start with a tensor header", magic=magic, version=version)
-    if tag >= len(_DTYPES) or num_dims > _MAX_DIMS:
+    if tag >= len(DTYPES) or num_dims > _MAX_DIMS:
         raise _bad("its dtype or number of dims is unknown", tag=tag, num_dims=num_dims)
     start = _HEADER.size + 8 * num_dims
     if len(data) < start:
         raise _bad("it ends within its shape", length=len(data))
     shape = struct.unpack_from(f"<{num_dims}q", data, _HEADER.size)
-    dtype = _DTYPES[tag]
+    dtype = DTYPES[tag]
     if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data) - start:
         raise _bad("its length does not fit its shape", shape=shape, dtype=str(dtype), data_bytes=len(data) - start)
     if not math.prod(shape):

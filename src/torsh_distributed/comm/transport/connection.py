@@ -83,7 +83,7 @@ class Connection:
             receive_into(self._sock, payload)
             signature = bytearray(self._frames.signature_bytes)
             receive_into(self._sock, memoryview(signature))
-            self._frames.check_payload(payload, signature)
+            self._frames.check_payload(signature, payload)
         return head, payload
 
     def cut(self) -> None:

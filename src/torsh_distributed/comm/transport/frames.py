@@ -63,9 +63,9 @@ class Frames:
         """Raise BadFrame unless this is the next head and its signature."""
         self._check(signature, prefix, head)
 
-    def check_payload(self, payload: Buffer, signature: Buffer) -> None:
-        """Raise BadFrame unless this payload belongs to the last head."""
-        self._check(signature, payload)
+    def check_payload(self, signature: Buffer, *parts: Buffer) -> None:
+        """Raise BadFrame unless these are the parts of the payload that belongs to the last head."""
+        self._check(signature, *parts)
 
     def _check(self, signature: Buffer, *parts: Buffer) -> None:
         if self._receiving is None:
