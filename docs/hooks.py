@@ -40,7 +40,7 @@ GUIDES = {
         "what-was-tried",
     ],
     "Coming over": ["trainers", "from-torch", "from-deepspeed", "from-fairscale", "from-horovod"],
-    "Underneath": ["collectives", "backends", "mpi", "stores"],
+    "Underneath": ["collectives", "remote-calls", "backends", "mpi", "stores"],
 }
 
 

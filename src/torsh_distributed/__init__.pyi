@@ -10,6 +10,7 @@ from torsh_distributed import migrate as migrate
 from torsh_distributed import observe as observe
 from torsh_distributed import parallel as parallel
 from torsh_distributed import plan as plan
+from torsh_distributed import rpc as rpc
 from torsh_distributed import train as train
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
 from torsh_distributed.comm.collectives.moves import all_gather as all_gather

@@ -20,6 +20,7 @@
     ├── MemoryAllocationFailed                out of memory on host or device (MemoryError)
     ├── SerializationError                    encode or decode failed (ValueError)
     │   └── CompressionError                  a payload is damaged or of another codec
+    ├── RemoteError                           a function that was called in another process raised (RuntimeError)
     ├── NonFiniteLoss                         the loss or the gradients are nan or infinite (ArithmeticError)
     └── InternalError                         a broken invariant: our bug (RuntimeError)
 
@@ -309,6 +310,25 @@ class CompressionError(SerializationError):
         "check that every rank runs the same version",
         "a damaged message points to faulty memory or network: check the node of the rank that the message names",
         "train with compress.method = none to see whether the codec is the cause",
+    )
+
+
+class RemoteError(TorshError, RuntimeError):
+    """A function that was called in another process raised.
+
+    Also an instance of what it raised there, if that is a common type of Python or of this library, so `except
+    ValueError` works as for a local call. `traceback` is the callee's.
+    """
+
+    type_name: str = "Exception"
+    """What was raised there."""
+    traceback: str = ""
+    """Of the callee, as text."""
+    advice = (
+        "read the callee's traceback: it is the error's note and its `traceback`",
+        "the callee goes on: an error of a function does not end its worker",
+        "check the arguments as they arrive there: tuples stay tuples, a dataclass must be registered on both sides",
+        "an error that the callee raises by design can be caught here by its type",
     )
 
 

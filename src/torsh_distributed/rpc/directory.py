@@ -1,0 +1,129 @@
+"""Who takes calls in this job, by name: each worker writes its address to the store, and may come or go at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.meeting.network_interface import network_identity
+from torsh_distributed.comm.transport.connection import Address, open_socket
+from torsh_distributed.comm.trust.job_secret import job_secret
+from torsh_distributed.errors import InvalidArgument
+
+_CONNECT_S = 5.0
+_LOG_KEY = "names"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """A worker that takes calls."""
+
+    name: str
+    id: int
+    """In the order in which they came, or the rank that it was started with."""
+    host: str
+    pid: int
+    network: str
+    """Equal for workers that share a loopback."""
+    unix_name: str
+    tcp_address: tuple[str, int] | None
+
+    @property
+    def address(self) -> Address:
+        """Where this process reaches it."""
+        if self.network == network_identity() or self.tcp_address is None:
+            return self.unix_name
+        return self.tcp_address
+
+
+class WorkerDirectory:
+    """The names in the store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("rpc", store)
+
+    def secret(self) -> bytes:
+        """What members of the job prove to each other: the job's secret, or one that the first worker puts here.
+
+        Without a launcher that gives one, whoever reaches the store is a member, as for everything else in it.
+        """
+        found = job_secret()
+        if found is not None:
+            return found
+        return bytes(self._store.compare_set("secret", "", secrets.token_hex(32)))
+
+    def add(self, name: str, unix_name: str, tcp_address: tuple[str, int] | None, rank: int | None) -> WorkerInfo:
+        """Write this process down. InvalidArgument if another one that lives has the name."""
+        info = WorkerInfo(
+            name=name,
+            id=self._store.add("count", 1) - 1 if rank is None else rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            network=network_identity(),
+            unix_name=unix_name,
+            tcp_address=tcp_address,
+        )
+        text = json.dumps(asdict(info))
+        there = self._store.compare_set(f"worker/{name}", "", text).decode()
+        if there != text:
+            if _answers(_parsed(there)):
+                raise InvalidArgument(
+                    "a worker with this name takes calls already",
+                    hint="every process needs its own name",
+                    name=name,
+                    there=f"pid {_parsed(there).pid} on {_parsed(there).host}",
+                )
+            self._store.set(f"worker/{name}", text)  # it was killed, and this one takes its place
+        else:
+            self._store.append(_LOG_KEY, f"{json.dumps(name)}\n")  # type: ignore[attr-defined]  # not in torch's stubs
+        return info
+
+    def find(self, name: str) -> WorkerInfo:
+        """The worker of this name; InvalidArgument with those that are there if there is none."""
+        if not self._store.check([f"worker/{name}"]):
+            raise InvalidArgument(
+                f"there is no worker named {name!r}",
+                hint="start it first, or wait for it with rpc.wait_for_workers",
+                name=name,
+                workers=", ".join(self.names()) or "none",
+            )
+        return _parsed(self._store.get(f"worker/{name}").decode())
+
+    def wait(self, names: list[str], timeout_s: float) -> None:
+        """Until workers with all these names are there; torch's store raises after the time."""
+        self._store.wait([f"worker/{name}" for name in names], timedelta(seconds=timeout_s))
+
+    def names(self) -> list[str]:
+        """The workers that are there, in the order in which they first came."""
+        if not self._store.check([_LOG_KEY]):
+            return []
+        lines = self._store.get(_LOG_KEY).decode().splitlines()
+        names = dict.fromkeys(json.loads(line) for line in lines)
+        return [name for name in names if self._store.check([f"worker/{name}"])]
+
+    def remove(self, info: WorkerInfo) -> None:
+        """This process leaves."""
+        key = f"worker/{info.name}"
+        if self._store.check([key]) and _parsed(self._store.get(key).decode()) == info:
+            self._store.delete_key(key)
+
+
+def _parsed(text: str) -> WorkerInfo:
+    fields = json.loads(text)
+    tcp_address = fields.pop("tcp_address")
+    return WorkerInfo(tcp_address=None if tcp_address is None else (tcp_address[0], tcp_address[1]), **fields)
+
+
+def _answers(info: WorkerInfo) -> bool:
+    """Whether somebody still listens at a worker's address."""
+    try:
+        open_socket(info.address, _CONNECT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""The store in which the workers of a job find each other, if a script names none."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from torsh_distributed import known_variables
+from torsh_distributed.comm.meeting import rendezvous
+from torsh_distributed.errors import ConfigurationError
+
+
+def job_store(timeout_s: float) -> dist.Store:
+    """The one at MASTER_ADDR:MASTER_PORT, or that of the launcher; rank 0 serves it where nobody else does."""
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ConfigurationError(
+            "this process belongs to no job, so it does not know where to find other workers",
+            hint="start it with `torsh run`, or pass store='tcp://host:port' or a file:// URL",
+        )
+    has_torch_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return rendezvous.open_store(
+        known_variables.text("MASTER_ADDR", os.environ),
+        int(os.environ["MASTER_PORT"]),
+        is_host=os.environ.get("RANK", "0") == "0" and not has_torch_agent,
+        timeout_s=timeout_s,
+        has_torch_agent=has_torch_agent,
+    )

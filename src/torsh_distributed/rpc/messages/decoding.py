@@ -1,0 +1,227 @@
+"""From the bytes of a message to values: what is announced is checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import stat
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+from torch import Tensor
+
+from torsh_distributed.comm.serialization import DTYPES
+from torsh_distributed.comm.transport.frames import BadFrame
+from torsh_distributed.rpc.messages.encoding import (
+    FILE_KIND,
+    MOST_BUFFERS,
+    SEALS,
+    TABLE_BYTES,
+    TEXT_KIND,
+    Ext,
+    ValueRegistry,
+    aligned,
+)
+
+_MOST_DIMS, _MOST_NESTING = 64, 64
+
+
+class Opened:
+    """A message whose buffers may still be arriving; `read` once they are here."""
+
+    def __init__(self, body: bytes, rows: Sequence[Sequence[int]], buffers: list[Any]) -> None:
+        self._body = body
+        self._rows = rows
+        self._buffers = buffers
+
+    def read(self, registry: ValueRegistry) -> list[Any]:
+        """The message. BadFrame if it is none; SerializationError if a part of it is not known here."""
+        return _Decoder(registry, self._rows, self._buffers).read(self._body)
+
+
+def open_message(head: memoryview, num_payload: int, files: deque[int]) -> tuple[Opened, list[memoryview]]:
+    """Check a head and take memory for the buffers that it announces: the parts of the payload, in order."""
+    if len(head) < TABLE_BYTES.size:
+        raise BadFrame("a head without a table")
+    (num_table,) = TABLE_BYTES.unpack_from(head)
+    if not num_table:
+        if num_payload:
+            raise BadFrame("a payload that the head does not announce")
+        return Opened(bytes(head[TABLE_BYTES.size :]), (), []), []
+    body_start = TABLE_BYTES.size + num_table
+    if len(head) < body_start:
+        raise BadFrame("a head that ends within its table")
+    rows = _checked_rows(head[TABLE_BYTES.size : body_start])
+    body = bytes(head[body_start:])
+    if rows and rows[0][0] == FILE_KIND:
+        return Opened(body, rows[1:], _map_file(rows[0][1], rows[1:], files)), []
+    if sum(map(_row_bytes, rows)) != num_payload:
+        raise BadFrame("a payload that is not as long as the tensors it has")
+    views: list[memoryview] = []
+    buffers: list[Any] = []
+    for row in rows:
+        num_bytes = _row_bytes(row)
+        if row[0] < 0:
+            memory = bytearray(num_bytes)
+            buffers.append(memory)
+            views.append(memoryview(memory))
+            continue
+        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        buffers.append(flat)
+        views.append(flat.numpy().data if num_bytes else memoryview(b""))
+    return Opened(body, rows, buffers), views
+
+
+def _checked_rows(table: memoryview) -> list[list[int]]:
+    try:
+        rows = msgpack.unpackb(table)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadFrame(f"a table that cannot be read: {error}") from error
+    if not isinstance(rows, list) or not 0 < len(rows) <= MOST_BUFFERS + 1:
+        raise BadFrame("a table that is none")
+    for index, row in enumerate(rows):
+        is_row = isinstance(row, list) and 2 <= len(row) <= _MOST_DIMS + 2 and all(type(one) is int for one in row)
+        if not is_row or not (FILE_KIND if index == 0 else TEXT_KIND) <= row[0] < len(DTYPES) or min(row[1:]) < 0:
+            raise BadFrame("a table with a row that is none")
+        if row[0] < 0 and len(row) != 2:
+            raise BadFrame("a table with a text that has a shape")
+    return rows
+
+
+def _row_bytes(row: Sequence[int]) -> int:
+    return row[1] if row[0] < 0 else math.prod(row[2:]) * DTYPES[row[0]].itemsize
+
+
+def _map_file(num_bytes: int, rows: Sequence[Sequence[int]], files: deque[int]) -> list[Any]:
+    """The buffers in a memory file that arrived with the head, mapped: nothing is copied."""
+    if not files:
+        raise BadFrame("a head that speaks of a file that did not come")
+    file = files.popleft()
+    try:
+        status = os.fstat(file)
+        places = _places(rows)
+        if not sum(map(_row_bytes, rows)) == num_bytes > 0 or places[-1] != status.st_size:
+            raise BadFrame("a memory file that is not as long as the tensors it has")
+        if not stat.S_ISREG(status.st_mode) or _seals_of(file) & SEALS != SEALS:
+            raise BadFrame("a file that can still be changed")
+        # Private: the receiver may write to its tensors, and pages are copied only then.
+        mapped = mmap.mmap(file, places[-1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise BadFrame(f"a memory file that cannot be mapped: {error}") from error
+    finally:
+        os.close(file)
+    buffers: list[Any] = []
+    for row, start in zip(rows, places, strict=False):
+        num_row = _row_bytes(row)
+        if row[0] < 0:
+            buffers.append(mapped[start : start + num_row])
+        elif not num_row:
+            buffers.append(torch.empty(0, dtype=torch.uint8))
+        else:
+            buffers.append(torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=num_row))
+    return buffers
+
+
+def _places(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Where each buffer begins in a memory file, and where the last one ends."""
+    places, end = [], 0
+    for row in rows:
+        places.append(aligned(end))
+        end = places[-1] + _row_bytes(row)
+    return [*places, end]
+
+
+def _seals_of(file: int) -> int:
+    try:
+        return fcntl.fcntl(file, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+class _Decoder:
+    def __init__(self, registry: ValueRegistry, rows: Sequence[Sequence[int]], buffers: list[Any]) -> None:
+        self._registry = registry
+        self._rows = rows
+        self._buffers = buffers
+        self._depth = 0
+        self._unknown: str | None = None
+
+    def read(self, body: bytes) -> list[Any]:
+        try:
+            message = self._unpack(body)
+        except (ValueError, TypeError, msgpack.UnpackException, RecursionError, struct.error, LookupError) as error:
+            raise BadFrame(f"a message that cannot be read: {error}") from error
+        if not isinstance(message, list) or len(message) < 2:
+            raise BadFrame("a message that is none")
+        if self._unknown is not None:
+            message.append(UnknownPart(self._unknown))
+        return message
+
+    def _unpack(self, body: bytes | memoryview) -> Any:
+        return msgpack.unpackb(body, ext_hook=self._shrink, strict_map_key=False)
+
+    def _inner(self, data: bytes) -> Any:
+        self._depth += 1
+        if self._depth > _MOST_NESTING:
+            raise ValueError("nested too deeply")
+        value = self._unpack(data)
+        self._depth -= 1
+        return value
+
+    def _shrink(self, code: int, data: bytes) -> Any:
+        if code == Ext.TENSOR:
+            return self._tensor(*TABLE_BYTES.unpack(data))
+        if code == Ext.TUPLE:
+            return tuple(self._inner(data))
+        if code == Ext.SET:
+            return set(self._inner(data))
+        if code == Ext.COMPLEX:
+            return complex(*struct.unpack("<dd", data))
+        if code == Ext.BIG_INT:
+            return int.from_bytes(data, "little", signed=True)
+        if code == Ext.BUFFER:
+            (index,) = TABLE_BYTES.unpack(data)
+            text = bytes(self._buffers[index])
+            return text.decode() if self._rows[index][0] == TEXT_KIND else text
+        return self._registered(code, data)
+
+    def _tensor(self, index: int) -> Tensor:
+        row, flat = self._rows[index], self._buffers[index]
+        if row[0] < 0:
+            raise ValueError("a text where a tensor should be")
+        tensor: Tensor = flat.view(DTYPES[row[0]]).view(row[2:])
+        # A tensor of a GPU goes to the receiver's own device, where it has one.
+        return tensor.cuda() if row[1] and torch.cuda.is_available() else tensor
+
+    def _registered(self, code: int, data: bytes) -> Any:
+        if code == Ext.REFERENCE:
+            return self._registry.open_reference(self._inner(data))
+        if code == Ext.FUNCTION:
+            name = data.decode()
+            function = self._registry.function(name)
+            return function if function is not None else self._not_known("function", name)
+        if code != Ext.DATACLASS:
+            raise ValueError(f"an unknown extension {code}")
+        name, fields = self._inner(data)
+        kind = self._registry.value_class(name)
+        if kind is None:
+            return self._not_known("dataclass", name)
+        try:
+            return kind(**fields)
+        except Exception as error:  # the class may refuse its fields in any way
+            return self._not_known("dataclass", f"{name} ({error})")
+
+    def _not_known(self, what: str, name: str) -> None:
+        self._unknown = f"{what} {name}"
+
+
+class UnknownPart(NamedTuple):
+    """Ends a message, a part of which this process does not know by name."""
+
+    name: str

@@ -1,0 +1,186 @@
+"""References to objects of other workers, and the objects of this one that others refer to."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
+from torsh_distributed.rpc.calling.remote_future import RemoteFuture
+from torsh_distributed.rpc.leases import LeaseTable
+
+
+class ReferenceHolder(Protocol):
+    """The worker that a reference works through."""
+
+    name: str
+    timeout_s: float
+    objects: ObjectTable
+
+    def call(self, to: str, function: Any, args: Any = (), *, timeout_s: float | None = None) -> Any:
+        """Call a function of another worker."""
+
+    def call_async(
+        self, to: str, function: Any, args: Any = (), kwargs: Any = None, *, timeout_s: float | None = None
+    ) -> RemoteFuture:
+        """The same without waiting."""
+
+    def holds(self, owner: str, key: str) -> None:
+        """This process has one more reference to an object."""
+
+    def let_go(self, owner: str, key: str) -> None:
+        """One reference less."""
+
+
+_started: ReferenceHolder | None = None
+
+
+def set_started(worker: ReferenceHolder | None) -> None:
+    """The worker of this process, for `RRef(value)`; None when it has ended."""
+    global _started
+    _started = worker
+
+
+class RRef:
+    """A reference to an object that lives at its owner; it can be passed in calls.
+
+    The owner keeps the object as long as somebody holds a reference: each holder renews its lease, and one that
+    dies stops renewing. `RRef(value)` makes one to an object of this worker.
+    """
+
+    def __init__(self, value: Any) -> None:
+        worker = _started
+        if worker is None:
+            raise BackendNotInitialized("there is no worker to own the object", hint="call rpc.start(name) first")
+        self._bind(worker, worker.name, worker.objects.add(value, worker.name), None)
+
+    @classmethod
+    def to(cls, worker: ReferenceHolder, owner: str, key: str, created: Future[Any] | None = None) -> RRef:
+        """A reference to an object of `owner`; `created` ends when the object is there."""
+        reference = cls.__new__(cls)
+        reference._bind(worker, owner, key, created)
+        return reference
+
+    def _bind(self, worker: ReferenceHolder, owner: str, key: str, created: Future[Any] | None) -> None:
+        self._worker = worker
+        self._owner = owner
+        self.key = key
+        self._created = created
+        worker.holds(owner, key)
+        self._release = weakref.finalize(self, worker.let_go, owner, key)
+        self._release.atexit = False  # the lease ends by itself
+
+    @property
+    def owner_name(self) -> str:
+        """The worker where the object lives."""
+        return self._owner
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the object lives in this process."""
+        return self._owner == self._worker.name
+
+    def wait_until_created(self) -> None:
+        """Until the object is there; raises what making it raised."""
+        if self._created is not None:
+            self._created.result()
+
+    def local_value(self) -> Any:
+        """The object itself, at its owner."""
+        if not self.is_owner:
+            raise InvalidArgument(
+                "the object lives in another process", hint="fetch it with to_here()", owner=self._owner
+            )
+        return self._worker.objects.get(self.key).result(self._worker.timeout_s)
+
+    def to_here(self, timeout: float | None = None) -> Any:
+        """A copy of the object, fetched from its owner; there it is the object itself."""
+        if self.is_owner:
+            return self.local_value()
+        return self._worker.call(self._owner, "@fetch", (self.key,), timeout_s=timeout)
+
+    def call(
+        self, method: str, args: Any = (), kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        """Call a public method of the object, whose class its owner has exposed."""
+        return self.call_async(method, args, kwargs, timeout_s=timeout_s).result()
+
+    def call_async(
+        self, method: str, args: Any = (), kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> RemoteFuture:
+        """The same, without waiting for the result."""
+        self.wait_until_created()
+        return self._worker.call_async(self._owner, (self.key, method), args, kwargs, timeout_s=timeout_s)
+
+    def release(self) -> None:
+        """Give the reference up now; it also happens when it is no longer referred to."""
+        self._release()
+
+    @override
+    def __repr__(self) -> str:
+        return f"RRef({self.key!r} at {self._owner!r})"
+
+
+class ObjectTable:
+    """The objects of this worker that others, or it itself, hold references to. Any thread."""
+
+    def __init__(self, name: str, lease_s: float) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._objects: dict[str, Future[Any]] = {}
+        self._leases = LeaseTable(lease_s)
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def add(self, value: Any, holder: str) -> str:
+        """Keep an object; returns its key."""
+        with self._lock:
+            self._num_made += 1
+            key = f"{self._name}/{self._num_made}"
+        self.expect(key, holder).set_result(value)
+        return key
+
+    def expect(self, key: str, holder: str) -> Future[Any]:
+        """Room for an object that is being made."""
+        with self._lock:
+            if key in self._objects:
+                raise InvalidArgument("an object with this key is here already", key=key)
+            future: Future[Any] = Future()
+            self._objects[key] = future
+            self._leases.hold(key, holder, time.monotonic())
+            return future
+
+    def get(self, key: Any) -> Future[Any]:
+        """The object, or what making it raised. InvalidArgument if nobody held it any more."""
+        found = self._objects.get(key) if isinstance(key, str) else None
+        if found is None:
+            raise InvalidArgument(
+                "the object that this reference means is gone",
+                hint="its owner dropped it when no holder had renewed its lease; keep the RRef alive",
+                key=str(key)[:100],
+            )
+        return found
+
+    def renew(self, keys: list[str], holder: str) -> None:
+        """A holder still has these, or has them from now on."""
+        with self._lock:
+            self._leases.renew(keys, holder, time.monotonic())
+
+    def release(self, key: str, holder: str) -> None:
+        """A holder gives one up."""
+        with self._lock:
+            if self._leases.release(key, holder):
+                self._objects.pop(key, None)
+
+    def drop_expired(self) -> None:
+        """Forget what nobody holds any more."""
+        with self._lock:
+            for key in self._leases.expired(time.monotonic()):
+                self._objects.pop(key, None)
