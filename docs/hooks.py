@@ -26,6 +26,7 @@ ADOPTED = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "
 GUIDES = {
     "A first hour": ["launch", "plan", "engine", "your-model", "checkpoints", "why-does-it-hang"],
     "Larger models": [
+        "will-it-fit",
         "choosing-a-parallelism",
         "sharding",
         "offload",

@@ -32,6 +32,7 @@ OF_OTHERS = {
     "_current_exceptions": "sys",
     "_current_frames": "sys",
     "_exit": "os",
+    "_experts_implementation": "transformers",
     "_field_defaults": "namedtuple",
     "_fields": "namedtuple",
     "_getframe": "sys",

@@ -47,6 +47,11 @@ _COSTLY = {
 """Results kept under `selective`: matrix products and attention, which cost more to recompute than to keep."""
 
 
+def is_costly(op: object) -> bool:
+    """Whether `selective` keeps the result of an operation."""
+    return op in _COSTLY
+
+
 def checkpoint_activations(
     model: nn.Module,
     config: ActivationConfig,

@@ -8,8 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.plan.commands import app
-from torsh_distributed.cli.plan.model_table import load_model
-from torsh_distributed.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -29,21 +27,3 @@ def test_the_table_shows_what_the_plan_does_to_the_model(built_by: str) -> None:
     assert "head: head" in shown.output
     assert "blocks.*.feed_forward.*" in shown.output
     assert "column_local" in shown.output
-
-
-def test_the_model_gets_no_memory(built_by: str) -> None:
-    assert all(param.is_meta for param in load_model(built_by).parameters())
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("train", "not of the form module:function"),
-        ("no_such_module:build", "No module named 'no_such_module'"),
-        ("my_training_script:bulid", r"has no function bulid(.|\n)*did you mean build\?"),
-        ("builtins:dict", "it returns a dict, not a model"),
-    ],
-)
-def test_a_wrong_name_is_refused(built_by: str, where: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        load_model(where)

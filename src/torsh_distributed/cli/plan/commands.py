@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torsh_distributed.cli.plan.fit_command import fit
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # What only some of these commands need is imported by them: checking a plan takes a quarter of a second.
 app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
+
+app.command("fit")(fit)
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="FILE", help="A .toml, .json, .yaml or .yml plan; else $TORSH_PLAN.")
@@ -68,10 +71,11 @@ def show(
     if world is not None:
         _show_on(plan, world, console, png)
     if model is not None:
-        from torsh_distributed.cli.plan.model_table import describe_model, load_model
+        from torsh_distributed.cli.plan.model_table import describe_model
+        from torsh_distributed.planner.model.model_source import find_model
 
         resolved = plan if world is None else plan.replace(mesh=plan.mesh.resolve(world))
-        for part in describe_model(load_model(model), resolved):
+        for part in describe_model(find_model(model).model, resolved):
             console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 

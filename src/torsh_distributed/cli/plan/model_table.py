@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.problems import did_you_mean
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import nn
 
     from torsh_distributed.plan import Plan
-
-
-def load_model(where: str) -> nn.Module:
-    """The model that `module:function` returns, with shapes but no memory; modules of this folder are found too."""
-    import torch
-    from torch import nn
-
-    module_name, _, name = where.partition(":")
-    if not module_name or not name:
-        raise ConfigurationError(f"--model {where}: not of the form module:function", hint="such as train:build_model")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"--model {where}: {error}", hint="run it in the folder of the module, or name a module that is installed"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    function = getattr(module, name, None)
-    if not callable(function):
-        near = did_you_mean(name, [one for one in vars(module) if not one.startswith("_")])
-        raise ConfigurationError(f"--model {where}: {module_name} has no function {name}", hint=near or None)
-    with torch.device("meta"):
-        model: Any = function()
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"--model {where}: it returns a {type(model).__name__}, not a model", hint="return an nn.Module"
-        )
-    return model
 
 
 def describe_model(model: nn.Module, plan: Plan) -> Iterator[RenderableType]:

@@ -62,7 +62,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", None)
-        is_counted = packet in flop_registry or packet is _CPU_ATTENTION
+        is_counted = _is_counted(packet)
         if FakeTensor in types:
             return func(*args, **(kwargs or {}))
         if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
@@ -84,6 +84,22 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             except Exception:  # a formula that does not know these arguments
                 _log.debug("the operations of %s are not counted", packet, exc_info=True)
         return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
+    """The operations of one call of `func`: of itself, and with its backward; None for what is not counted.
+
+    What counts is said at `CountedOperations`, which leaves fake tensors out; this takes them.
+    """
+    packet = getattr(func, "_overloadpacket", None)
+    if not _is_counted(packet):
+        return None
+    flops = _flops(packet, args, kwargs, out)
+    return flops, _factor(args) * flops
+
+
+def _is_counted(packet: Any) -> bool:
+    return packet in flop_registry or packet is _CPU_ATTENTION
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:

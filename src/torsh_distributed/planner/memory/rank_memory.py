@@ -1,0 +1,215 @@
+"""The memory that each rank of a plan needs: named terms, computed from a model's profile. Pure arithmetic.
+
+A step is looked at where its peak can be: in the forward and backward of each kind of block, of head and loss, and in
+the update. Blocks repeat and memory grows evenly between them, so the first and the last of each kind are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torsh_distributed.plan import Plan
+from torsh_distributed.planner.memory.memory_table import MemoryTable, RankMemory
+from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
+from torsh_distributed.planner.memory.rank_holdings import RankHoldings, Terms, samples_per_pass
+from torsh_distributed.planner.memory.stage_parts import StagePart, microbatches_in_flight, stage_parts
+from torsh_distributed.planner.model.model_profile import (
+    ModelProfile,
+)
+
+_ROWS_BYTES = 25 * 2**20
+"""A message of `parallel/sharded/zero1.py`."""
+
+
+def estimate_memory(
+    profile: ModelProfile, plan: Plan, optimizer: OptimizerProfile, *, device_type: str = "cuda"
+) -> MemoryTable:
+    """The estimated peak of every pipeline rank, for a plan that is valid and resolved for its world.
+
+    Of what torch's allocator gives out: the context of the device, communicators and what the allocator keeps in
+    reserve come on top.
+    """
+    ranks = tuple(
+        _RankEstimate(profile, plan, optimizer, device_type, parts).rank_memory(rank)
+        for rank, parts in enumerate(stage_parts(profile, plan))
+    )
+    return MemoryTable(ranks, samples_per_pass(plan))
+
+
+class _RankEstimate(RankHoldings):
+    """The moments of one pipeline rank's step."""
+
+    def moments(self) -> Iterator[tuple[str, Terms]]:
+        """The moments at which the peak may be, with the terms that differ between them."""
+        for part in self.parts:
+            yield from self._forward_moments(part)
+            yield from self._backward_moments(part)
+        yield "the update", self._update()
+        if self.shard > 1 and not self.is_sharded:
+            yield "the gathering of updated rows", {"gathered parameters": self._gathered_rows()}
+
+    def _marks(self, part: StagePart) -> list[int]:
+        """The first and the last block of each kind in a stage."""
+        found: dict[tuple[int, bool], list[int]] = {}
+        ahead = part.first + self.plan.fsdp.max_gathered_ahead
+        if self.is_sharded and ahead < part.end:
+            found[-1, False] = [ahead, ahead]  # where backward still prefetches
+        for index in range(part.first, part.end):
+            key = (self.profile.order[index], self.recomputed[index])
+            place = found.setdefault(key, [index, index])
+            place[1] = index
+        return sorted({index for ends in found.values() for index in ends})
+
+    def _before(self, part: StagePart, index: int) -> float:
+        """What is kept when block `index` begins."""
+        start = self.held(self.profile.before.saved) if part.has_before else 0.0
+        return start + self.held(self.profile.shared_saved) + sum(self.kept(one) for one in range(part.first, index))
+
+    def _forward_moments(self, part: StagePart) -> Iterator[tuple[str, Terms]]:
+        for index in self._marks(part):
+            block = self.chain[index]
+            yield (
+                "forward",
+                {
+                    "activations": self._before(part, index) + self._input(block),
+                    "computing": self.held(block.forward_live),
+                    "copies of weights": self._copies_until(part, index + 1),
+                    "gathered parameters": self.gathered(part, index, is_backward=False),
+                    "whole gradients": self.whole_grads(part, None) if self.accumulates_whole else 0.0,
+                },
+            )
+
+    def _copies_until(self, part: StagePart, end: int) -> float:
+        blocks = [self.chain[one] for one in range(part.first, end) if not self.recomputed[one] or one == end - 1]
+        found = sum(self.weights(block.saved, block.params) for block in blocks)
+        return found + (self.weights(self.profile.before.saved, self.profile.before.params) if part.has_before else 0.0)
+
+    def _backward_moments(self, part: StagePart) -> Iterator[tuple[str, Terms]]:
+        after = self.profile.after
+        done = self.shard_grads(after) if part.has_after and not self.is_sharded else 0.0
+        if part.has_after:
+            for name, live in (("the loss", after.forward_live), ("backward of the loss", after.backward_live)):
+                yield (
+                    name,
+                    {
+                        "activations": self._before(part, part.end) + self._last_output(part),
+                        "computing": self.held(live),
+                        "copies of weights": self.copies(part),
+                        "gradients": done,
+                        "whole gradients": self.whole_grads(part, None),
+                        "gathered parameters": self.gathered(part, None, is_backward=False),
+                    },
+                )
+        ready = self._grads_after(part)
+        for index in self._marks(part):
+            yield from self._block_backward(part, index, done + ready[index - part.first])
+
+    def _block_backward(self, part: StagePart, index: int, ready: float) -> Iterator[tuple[str, Terms]]:
+        """The peak of a block's backward; for shards also its end, when its gradients are sent. `ready`: gradients."""
+        block = self.chain[index]
+        live = self.held(block.backward_live)
+        if self.recomputed[index]:
+            live = max(live, self.held(block.forward_live))
+        kept = self._before(part, index) + self._input(block)
+        own = self.shard_grads(block)
+        yield (
+            "backward",
+            {
+                "activations": kept,
+                "computing": live,
+                "copies of weights": self._copies_until(part, index + 1),
+                "gradients": ready + (0.0 if self.is_sharded else own),
+                "whole gradients": self.whole_grads(part, index),
+                "gathered parameters": self.gathered(part, index, is_backward=True),
+            },
+        )
+        if self.is_sharded:
+            yield (
+                "the sending of gradients",
+                {
+                    "activations": kept,
+                    "computing": self._input(block),
+                    "gradients": ready + own,
+                    "whole gradients": self.whole_grads(part, index),
+                    "sent gradients": self.piece_grads(block) * self.reduce_size / self.gather_size,
+                    "gathered parameters": self.gathered(part, index, is_backward=True, is_done=True),
+                },
+            )
+
+    def _last_output(self, part: StagePart) -> float:
+        """The input of the head: kept by the norm before it, as what it saves says."""
+        saved = self.held(self.profile.after.saved)
+        live = self.held(self.profile.after.forward_live)
+        last = self.chain[part.end - 1].output_bytes.at(self.samples) if part.end > part.first else 0.0
+        return min(last, max(0.0, last + live - saved)) / self._sequence_split() if last else 0.0
+
+    def _grads_after(self, part: StagePart) -> list[float]:
+        """For each block of a stage, the gradients of the blocks behind it."""
+        sums = [0.0]
+        for index in range(part.end - 1, part.first, -1):
+            sums.append(sums[-1] + self.shard_grads(self.chain[index]))
+        return sums[::-1]
+
+    def _update(self) -> Terms:
+        params = self.params()
+        trained = params.num_bytes(tp=self.tp, ep=self.ep, trained_only=True)
+        largest = params.largest_numel * self.param_size
+        over = self.shard if self.shard > 1 else 1
+        terms = {
+            "optimizer temporaries": self.optimizer.temporary_bytes(trained / over, largest / over, self.device_type)
+        }
+        if self.plan.offload.enabled and self.plan.offload.optimizer_state:
+            terms = {}
+        if not self.keeps_grads:
+            terms["gradients"] = trained / (self.shard if self.is_sharded else 1)
+        return terms
+
+    def _gathered_rows(self) -> float:
+        """The buffer in which ZeRO-1 gathers what each rank has updated: about 25 MB, or the largest parameter."""
+        params = self.params()
+        largest = params.largest_numel * self.param_size
+        return min(params.num_bytes(trained_only=True), max(_ROWS_BYTES, largest))
+
+    def rank_memory(self, rank: int) -> RankMemory:
+        """The moment that needs the most, with the other microbatches in flight."""
+        lasting = self.lasting()
+        waiting = self._waiting(rank)
+        best: tuple[float, str, Terms] = (-1.0, "", {})
+        for moment, terms in self.moments():
+            in_flight = 0.0 if moment == "the update" else waiting
+            whole = _added(lasting, {**terms, "activations": terms.get("activations", 0.0) + in_flight})
+            if "gradients" in lasting:
+                whole["gradients"] = lasting["gradients"]
+            if sum(whole.values()) > best[0]:
+                best = (sum(whole.values()), moment, whole)
+        return RankMemory(rank, self._what(), best[1], {name: size for name, size in best[2].items() if size > 0})
+
+    def _waiting(self, rank: int) -> float:
+        """What microbatches keep beside the one that computes."""
+        pp = self.plan.mesh.pp
+        if pp == 1:
+            return 0.0
+        num_stages = pp * self.plan.pipeline.stages_per_rank
+        from torsh_distributed.parallel.pipeline.schedule import stages_of_rank
+
+        mine = stages_of_rank(self.plan.pipeline.schedule, rank, num_ranks=pp, num_stages=num_stages)
+        part_of = dict(zip(mine, self.parts, strict=True))
+        size = {stage: self.kept_by(part) + self.copies(part) for stage, part in part_of.items()}
+        totals = [
+            sum(count * size[stage] for stage, count in alive.items())
+            for alive in microbatches_in_flight(self.plan.pipeline, pp, rank)
+        ]
+        return max(0.0, max(totals, default=0.0) - min(size.values(), default=0.0))
+
+    def _what(self) -> str:
+        blocks = sum(part.end - part.first for part in self.parts)
+        around = [
+            name
+            for name, has in (("embeddings", "has_before"), ("head and loss", "has_after"))
+            if any(getattr(part, has) for part in self.parts)
+        ]
+        return ", ".join([f"{blocks} of {self.profile.num_blocks} blocks", *around])
+
+
+def _added(lasting: Mapping[str, float], terms: Mapping[str, float]) -> Terms:
+    return {name: lasting.get(name, 0.0) + terms.get(name, 0.0) for name in {**lasting, **terms}}

@@ -1,0 +1,162 @@
+"""What a model does in a step, as numbers: a record for each distinct block, and for what is before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Held(StrEnum):
+    """What the axes of a mesh do to bytes that a step holds."""
+
+    SPLIT = "split"
+    """Tensor parallelism gives each rank its part: between a layer split by columns and the next split by rows."""
+    HIDDEN = "hidden"
+    """Whole on every tensor-parallel rank, or its part of the sequence with `tensor.sequence_parallel`."""
+    GATHERED = "gathered"
+    """Input of a layer split by columns: whole on every tensor-parallel rank, also with sequence parallelism."""
+    WEIGHTS = "weights"
+    """A copy of parameters in the format of computation, made by autocast; sharded parameters have none."""
+
+
+@dataclass(frozen=True)
+class BatchAmount:
+    """An amount that grows with the samples of a microbatch: `fixed` + `per_sample` × samples."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    @classmethod
+    def through(cls, first: float, second: float) -> BatchAmount:
+        """The line through the amounts of one sample and of two."""
+        return cls(2 * first - second, second - first)
+
+    def at(self, num_samples: float) -> float:
+        """The amount for a microbatch of `num_samples`."""
+        return self.fixed + self.per_sample * num_samples
+
+
+HeldBytes = Mapping[Held, BatchAmount]
+"""Bytes by what the axes do to them."""
+
+
+@dataclass(frozen=True)
+class ParamKind:
+    """Parameters that every axis treats alike."""
+
+    itemsize: int
+    is_trained: bool
+    is_split: bool
+    """Whether tensor parallelism splits them."""
+    is_expert: bool
+    """Whether expert parallelism spreads them."""
+
+
+@dataclass(frozen=True)
+class ParamCounts:
+    """Elements of parameters by kind; a parameter that two modules share counts once."""
+
+    numel_of: Mapping[ParamKind, int] = field(default_factory=dict)
+    largest_numel: int = 0
+
+    def kinds_held(self, *, tp: int = 1, ep: int = 1) -> Iterator[tuple[ParamKind, float]]:
+        """Each kind with the elements of it that one rank of these axes holds."""
+        for kind, numel in self.numel_of.items():
+            yield kind, numel / (tp if kind.is_split else 1) / (ep if kind.is_expert else 1)
+
+    def numel(self, *, tp: int = 1, ep: int = 1, trained_only: bool = False) -> float:
+        """Elements on one rank."""
+        held = self.kinds_held(tp=tp, ep=ep)
+        return sum(numel for kind, numel in held if kind.is_trained or not trained_only)
+
+    def num_bytes(self, *, tp: int = 1, ep: int = 1, trained_only: bool = False) -> float:
+        """Bytes on one rank."""
+        held = self.kinds_held(tp=tp, ep=ep)
+        return sum(numel * kind.itemsize for kind, numel in held if kind.is_trained or not trained_only)
+
+    @staticmethod
+    def sum_of(parts: Iterable[ParamCounts]) -> ParamCounts:
+        """All of them together."""
+        total: dict[ParamKind, int] = {}
+        largest = 0
+        for part in parts:
+            largest = max(largest, part.largest_numel)
+            for kind, numel in part.numel_of.items():
+                total[kind] = total.get(kind, 0) + numel
+        return ParamCounts(total, largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentProfile:
+    """A part of a step: a distinct block, or all that runs before or after the blocks. Bytes are of one microbatch."""
+
+    name: str
+    params: ParamCounts
+    forward_flops: BatchAmount
+    """Of matrix products, convolutions and attention: two for each multiply-add."""
+    total_flops: BatchAmount
+    """With backward; without recomputation."""
+    forward_moved: BatchAmount
+    """Bytes that its other operations read and write: what limits them is the memory, not the arithmetic."""
+    backward_moved: BatchAmount
+    num_forward_kernels: int
+    """Operations that launch a kernel."""
+    num_backward_kernels: int
+    saved: HeldBytes
+    """Kept from forward to backward, each storage once, its own input included, without parameters."""
+    selective_saved: HeldBytes
+    """The results of matrix products and attention, and the input: what `selective` keeps."""
+    input_bytes: BatchAmount
+    """What changes from block to block: all that is kept of a block that is recomputed."""
+    output_bytes: BatchAmount
+    forward_live: HeldBytes
+    """At its forward's peak, without input and parameters."""
+    backward_live: HeldBytes
+    """At its backward's peak, without input, parameters and their gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """All that the planner knows of a model. Made by `profile_model`; pure numbers."""
+
+    name: str
+    before: SegmentProfile
+    """What runs before the first block: embeddings, a stem."""
+    blocks: tuple[SegmentProfile, ...]
+    """The distinct ones."""
+    order: tuple[int, ...]
+    """For each block in the order of the model, which of the distinct ones it is."""
+    block_names: tuple[str, ...]
+    after: SegmentProfile
+    """What runs after the last block: norm, head, loss."""
+    tied_numel: int
+    """Elements of parameters that `before` and `after` share; counted in `before`."""
+    shared_saved: HeldBytes
+    """Kept once for all blocks: masks, tables of positions, an encoder's result."""
+    buffer_bytes: int
+    tokens_per_sample: int
+    num_experts: int
+    tensor_refusal: str | None
+    """Why no tensor parallelism can split the model; None if it can."""
+    loss_note: str
+    """What the loss is, where the model does not say."""
+    computes_in: str
+    """Format of the products it was traced with, as in `precision.dtype`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the model."""
+        return len(self.order)
+
+    def chain(self) -> list[SegmentProfile]:
+        """The blocks in the order in which they run."""
+        return [self.blocks[index] for index in self.order]
+
+    def all_params(self) -> ParamCounts:
+        """The parameters of the whole model."""
+        return ParamCounts.sum_of([self.before.params, *(block.params for block in self.chain()), self.after.params])
+
+    def step_flops(self, num_samples: float) -> float:
+        """Forward and backward of `num_samples`, without recomputation."""
+        return sum(part.total_flops.at(num_samples) for part in (self.before, *self.chain(), self.after))

@@ -1,0 +1,208 @@
+"""Watches a model's operations on fake tensors: what they cost, what is alive when, what is kept for backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
+
+from torsh_distributed.observe.loops.counted_operations import flops_of
+from torsh_distributed.parallel.activation import is_costly
+from torsh_distributed.planner.model.model_profile import Held
+from torsh_distributed.planner.torch_internals import TorchDispatchMode, tree_leaves
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass
+class TracedSegment:
+    """What happened while one part of the model ran, for one number of samples."""
+
+    forward_flops: int = 0
+    total_flops: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+    """By phase: bytes of operations that count no flops."""
+    num_kernels: Counter[str] = field(default_factory=Counter)
+    saved: dict[int, int] = field(default_factory=dict)
+    """Storage to bytes."""
+    selective: set[int] = field(default_factory=set)
+    """Storages that the result of a costly operation is in."""
+    changes: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {"forward": [], "backward": []})
+    """By phase: storage, and the bytes that came (above 0) or went."""
+    inputs: list[int] = field(default_factory=list)
+    """Storages that were given to it."""
+    input_bytes: int = 0
+    output_bytes: int = 0
+    gradients: set[int] = field(default_factory=set)
+    """Storages that are gradients of parameters."""
+
+
+class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """While it is entered, adds what happens on fake tensors to `segment`.
+
+    A storage has a number that is never used again: addresses are. Which of its bytes a tensor-parallel rank holds
+    follows the data: the output of a layer split by columns is split, so is what is computed from it, until a layer
+    split by rows.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.segment = TracedSegment()
+        self.phase: Phase = "forward"
+        self.held_as: dict[int, Held] = {}
+        self.size_of: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}
+        self._last = 0
+        self._params = {self.number(param) for param in params}
+
+    # --- storages ----------------------------------------------------------------------------------------------
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        known = self._number_of.get(storage._cdata)
+        if known is not None:
+            return known
+        self._last += 1
+        self._number_of[storage._cdata] = self._last
+        self.size_of[self._last] = storage.nbytes()
+        weakref.finalize(storage, self._forget, storage._cdata, self._last)
+        return self._last
+
+    def _forget(self, address: int, number: int) -> None:
+        if self._number_of.get(address) == number:
+            del self._number_of[address]
+        self.segment.changes[self.phase].append((number, -self.size_of[number]))
+
+    def mark(self, value: Any, held: Held) -> None:
+        """Say how a rank holds the tensors in `value`."""
+        for leaf in _tensors(value):
+            self.held_as[self.number(leaf)] = held
+
+    def held(self, number: int) -> Held:
+        """How a tensor-parallel rank holds a storage."""
+        return self.held_as.get(number, Held.HIDDEN)
+
+    # --- operations --------------------------------------------------------------------------------------------
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = list(_tensors((args, kwargs)))
+        before = {self.number(leaf) for leaf in given}
+        fresh = [leaf for leaf in _tensors(out) if self.number(leaf) not in before]
+        segment = self.segment
+        if not fresh and not _is_in_place(func):
+            return out
+        counted = flops_of(func, args, kwargs or {}, out)
+        if counted is not None and self.phase == "forward":
+            segment.forward_flops += counted[0]
+            segment.total_flops += counted[1]
+        if counted is None:
+            segment.moved[self.phase] += sum(leaf.nbytes for leaf in (*given, *fresh))
+        segment.num_kernels[self.phase] += 1
+        held = self._held_after(func, before)
+        for leaf in fresh:
+            number = self.number(leaf)
+            segment.changes[self.phase].append((number, self.size_of[number]))
+            if held is not None:
+                self.held_as[number] = held
+            if is_costly(func) and self.phase == "forward":
+                segment.selective.add(number)
+        return out
+
+    def _held_after(self, func: Any, given: set[int]) -> Held | None:
+        if func is torch.ops.aten._to_copy.default and given <= self._params:
+            return Held.WEIGHTS
+        return Held.SPLIT if any(self.held_as.get(one) is Held.SPLIT for one in given) else None
+
+    # --- what is kept for backward -----------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, what autograd keeps is noted in the current segment."""
+
+        def note(tensor: Tensor) -> Tensor:
+            number = self.number(tensor)
+            if number not in self._params:
+                self.segment.saved[number] = self.size_of[number]
+            # Not the tensor itself: an output that keeps its own graph alive would never be freed.
+            return tensor.detach()
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+
+    def peak(self, segment: TracedSegment, phase: Phase) -> dict[Held, int]:
+        """The bytes alive at the peak of a phase that came to life in this segment, by how a rank holds them."""
+        alive: dict[int, int] = {}
+        if phase == "backward":
+            for number, change in segment.changes["forward"]:
+                _apply(alive, number, change)
+        largest, now = {} if phase == "forward" else dict(alive), sum(alive.values())
+        most = now if phase == "backward" else 0
+        for number, change in segment.changes[phase]:
+            if number in segment.gradients or (change < 0 and number not in alive):
+                continue
+            _apply(alive, number, change)
+            now += change
+            if now > most:
+                most, largest = now, dict(alive)
+        found: dict[Held, int] = {}
+        for number, size in largest.items():
+            found[self.held(number)] = found.get(self.held(number), 0) + size
+        return found
+
+
+def _apply(alive: dict[int, int], number: int, change: int) -> None:
+    if change > 0:
+        alive[number] = change
+    else:
+        alive.pop(number, None)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _is_in_place(func: Any) -> bool:
+    name = func.__name__.partition(".")[0]
+    return bool(name.endswith("_") and not name.endswith("__"))
+
+
+def follow_split_layers(
+    trace: OperationTrace, modules: Iterable[tuple[nn.Module, Literal["columns", "rows", "inside"]]]
+) -> Callable[[], None]:
+    """Mark what enters and leaves the layers that tensor parallelism splits; returns what removes the hooks."""
+
+    def entered(kind: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if kind == "columns":
+            for leaf in _tensors((args, kwargs)):
+                trace.held_as.setdefault(trace.number(leaf), Held.GATHERED)
+        elif kind == "inside":
+            # Experts split by features: everything between their input and output is a part.
+            trace.mark((args, kwargs), Held.SPLIT)
+
+    def left(kind: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        trace.mark(out, Held.SPLIT if kind == "columns" else Held.HIDDEN)
+        if kind == "inside":
+            trace.mark((args, kwargs), Held.GATHERED)
+
+    handles = []
+    for module, kind in modules:
+        handles.append(module.register_forward_pre_hook(partial(entered, kind), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(left, kind), with_kwargs=True))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove

@@ -1,0 +1,345 @@
+"""Makes the profile of a model: each distinct block is traced once, on fake tensors, for one sample and for two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.models.structure import expert_modules
+from torsh_distributed.parallel.models.wrapping import repeated_layers
+from torsh_distributed.parallel.tensor.planning.planned_rows import SplitStyle
+from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
+from torsh_distributed.plan import Plan
+from torsh_distributed.planner.model.example_batch import BatchShape, batch_shape, loss_of_output
+from torsh_distributed.planner.model.fake_model import fake_tensors
+from torsh_distributed.planner.model.model_profile import (
+    BatchAmount,
+    Held,
+    HeldBytes,
+    ModelProfile,
+    ParamCounts,
+    SegmentProfile,
+)
+from torsh_distributed.planner.model.operation_trace import OperationTrace, TracedSegment, follow_split_layers
+from torsh_distributed.planner.model.params_by_place import AFTER, BEFORE, num_experts, param_counts, tied_numel
+from torsh_distributed.planner.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    tree_leaves,
+    tree_map,
+)
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+_COLUMNS = {SplitStyle.COLUMN, SplitStyle.COLUMN_LOCAL, SplitStyle.COLUMN_PACKED, SplitStyle.KEY_VALUE}
+_ROWS = {SplitStyle.ROW, SplitStyle.ROW_PACKED}
+
+
+def profile_model(
+    model: nn.Module, plan: Plan | None = None, *, sequence: int | None = None, example: Any = None
+) -> ModelProfile:
+    """The profile of a model, on any device, meta included; it is as before afterwards, and takes no memory.
+
+    `plan` says in which format it computes and how tensor parallelism would split it. `example` are inputs whose first
+    dim is the batch, as a tuple or by name; without it they are made from the model, of `sequence` tokens. Raises
+    InvalidArgument for a model that cannot run without values, as one whose shapes depend on them.
+    """
+    chosen = plan or Plan()
+    shape = batch_shape(model, sequence=sequence, example=example)
+    tensors, refusal = _tensor_plan(model, chosen)
+    layers = repeated_layers(model)
+    with _traceable(model):
+        one, two = (_trace(model, layers, shape, number, chosen, tensors) for number in (1, 2))
+    params = param_counts(model, layers, one.called_before, tensors)
+    blocks = tuple(
+        _segment(type(layers[name]).__name__, params[name], one, two, index) for index, name in enumerate(one.first_of)
+    )
+    return ModelProfile(
+        name=type(model).__name__,
+        before=_segment(BEFORE, params[BEFORE], one, two, BEFORE),
+        blocks=blocks,
+        order=tuple(index for _, index in one.calls),
+        block_names=tuple(name for name, _ in one.calls),
+        after=_segment(AFTER, params[AFTER], one, two, AFTER),
+        tied_numel=tied_numel(model, layers, one.called_before, one.called_after),
+        shared_saved=_lines(one.shared(), two.shared()),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        tokens_per_sample=shape.tokens_per_sample,
+        num_experts=num_experts(model),
+        tensor_refusal=refusal,
+        loss_note=one.loss_note,
+        computes_in=chosen.precision.dtype,
+    )
+
+
+@contextmanager
+def _traceable(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InvalidArgument(
+            f"{type(model).__name__} cannot be planned without values: its shapes or its way depend on them"
+            f" ({type(error).__name__.removesuffix('Exception')}: {str(error).splitlines()[0]})",
+            hint="let the function return a model without that part, or measure it: `plan_batch_size` runs trial steps",
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise InvalidArgument(
+            f"{type(model).__name__} cannot be planned without values: {error} has no version for shapes alone",
+            hint="register one with torch.library.register_fake",
+        ) from error
+
+
+def _tensor_plan(model: nn.Module, plan: Plan) -> tuple[TensorPlan | None, str | None]:
+    """How any tensor parallelism would split the model; or why none can."""
+    degree = plan.mesh.tp if plan.mesh.tp > 1 else 2
+    try:
+        return find_tensor_plan(model, tp=degree, config=plan.tensor), None
+    except (ConfigurationError, InvalidArgument) as error:
+        if plan.mesh.tp > 1:
+            raise
+        return None, error.message
+
+
+@dataclass
+class _Run:
+    """One trace of the whole model."""
+
+    trace: OperationTrace
+    segments: dict[Any, TracedSegment] = field(default_factory=dict)
+    """By number of a distinct block, and the two around the blocks."""
+    first_of: list[str] = field(default_factory=list)
+    """The first block of each distinct one."""
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    given_to: Counter[int] = field(default_factory=Counter)
+    """Storage to the number of blocks that it is given to."""
+    called_before: set[str] = field(default_factory=set)
+    called_after: set[str] = field(default_factory=set)
+    loss_note: str = ""
+
+    def saved(self, key: Any, *, selective_only: bool = False) -> dict[Held, int]:
+        """Kept for backward by one call of a segment, without what many blocks share."""
+        segment = self.segments[key]
+        numbers = {*segment.selective, *segment.inputs} if selective_only else {*segment.saved}
+        return self._by_kind(number for number in numbers if self.given_to[number] < 2)
+
+    def shared(self) -> dict[Held, int]:
+        """Kept once for all blocks."""
+        keys = {number for segment in self.segments.values() for number in segment.saved}
+        return self._by_kind(number for number in keys if self.given_to[number] > 1)
+
+    def _by_kind(self, numbers: Iterator[int]) -> dict[Held, int]:
+        found: dict[Held, int] = {}
+        for number in numbers:
+            held = self.trace.held(number)
+            found[held] = found.get(held, 0) + self.trace.size_of[number]
+        return found
+
+
+class _TracedBlock:
+    """Takes the place of a block's forward: the first of each kind is traced by itself, others only give shapes.
+
+    Each result begins a graph of its own, so a block's backward is run, and seen, by itself.
+    """
+
+    def __init__(self, name: str, block: nn.Module, run: _Run, known: dict[str, tuple[int, Any]]) -> None:
+        self._name, self._block, self._run, self._known = name, block, run, known
+        self._forward = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        key = repr((type(self._block), repr(self._block), tree_map(_describe, (args, kwargs)), _shapes(self._block)))
+        if key not in self._known:
+            index = len(run.first_of)
+            run.first_of.append(self._name)
+            run.segments[index] = TracedSegment()
+            outside, run.trace.segment = run.trace.segment, run.segments[index]
+            out = self._traced(run.segments[index], args, kwargs)
+            run.trace.segment = outside
+            self._known[key] = (index, out)
+        index, out = self._known[key]
+        run.calls.append((self._name, index))
+        for number in {run.trace.number(leaf) for leaf in _tensors((args, kwargs))}:
+            run.given_to[number] += 1
+        run.trace.segment = run.segments[AFTER]
+        return tree_map(_fresh, out)
+
+    def _traced(self, segment: TracedSegment, args: Any, kwargs: Any) -> Any:
+        """Runs forward and backward of this block alone; returns shapes of its results."""
+        trace = self._run.trace
+        args, kwargs = tree_map(_leaf, (args, kwargs))
+        segment.inputs = [trace.number(leaf) for leaf in _tensors((args, kwargs))]
+        out = self._forward(*args, **kwargs)
+        results = [leaf for leaf in _tensors(out) if leaf.requires_grad]
+        segment.output_bytes = sum(leaf.nbytes for leaf in results)
+        described = tree_map(_describe_out, out)
+        wanted = [one for one in (*_tensors((args, kwargs)), *self._block.parameters()) if one.requires_grad]
+        del args, kwargs, out
+        trace.phase = "backward"
+        if results and wanted:
+            gradients = torch.autograd.grad(
+                results, wanted, [torch.ones_like(one) for one in results], allow_unused=True, materialize_grads=False
+            )
+            owned = len(wanted) - sum(1 for _ in (p for p in self._block.parameters() if p.requires_grad))
+            segment.gradients = {trace.number(one) for one in gradients[owned:] if one is not None}
+            del gradients
+        results.clear()
+        trace.phase = "forward"
+        return described
+
+
+def _trace(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    shape: BatchShape,
+    num_samples: int,
+    plan: Plan,
+    tensors: TensorPlan | None,
+) -> _Run:
+    was_training = [module.training for module in model.modules()]
+    with ExitStack() as stack:
+        mode = stack.enter_context(fake_tensors(model))
+        del mode
+        trace = OperationTrace([*model.parameters(), *model.buffers()])
+        run = _Run(trace, {BEFORE: TracedSegment(), AFTER: TracedSegment()})
+        trace.segment = run.segments[BEFORE]
+        stack.callback(follow_split_layers(trace, _split_modules(model, tensors)))
+        for name, module in model.named_modules():
+            if not any(name == one or name.startswith(f"{one}.") for one in layers):
+                stack.callback(module.register_forward_pre_hook(_noting(run, name)).remove)
+        known: dict[str, tuple[int, Any]] = {}
+        for name, block in layers.items():
+            vars(block)["forward"] = _TracedBlock(name, block, run, known)
+        stack.enter_context(_experts_without_loops(model))
+        model.train()
+        inputs = shape.make(num_samples)
+        stack.enter_context(trace)
+        stack.enter_context(trace.saving())
+        dtype = _DTYPES[plan.precision.dtype]
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            if not layers:
+                trace.segment = run.segments[AFTER]
+            loss, run.loss_note = loss_of_output(model(**inputs), shape)
+        trace.phase = "backward"
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        after = run.segments[AFTER]
+        after.gradients = {trace.number(one.grad) for one in model.parameters() if one.grad is not None}
+        del loss
+    for module, training in zip(model.modules(), was_training, strict=True):
+        module.training = training
+    return run
+
+
+def _noting(run: _Run, name: str) -> Callable[..., None]:
+    def note(*_: Any) -> None:
+        (run.called_after if run.calls else run.called_before).add(name)
+
+    return note
+
+
+@contextmanager
+def _experts_without_loops(model: nn.Module) -> Iterator[None]:
+    """Experts of transformers as one grouped product: a loop over those that got tokens depends on values."""
+    config = getattr(model, "config", None)
+    name = "_experts_implementation"
+    if config is None or not hasattr(config, name) or not expert_modules(model):
+        yield
+        return
+    before = getattr(config, name)
+    setattr(config, name, "grouped_mm")
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
+
+
+def _split_modules(
+    model: nn.Module, tensors: TensorPlan | None
+) -> Iterator[tuple[nn.Module, Literal["columns", "rows", "inside"]]]:
+    modules = dict(model.named_modules())
+    for row in () if tensors is None else tensors.modules:
+        module = modules.get(row.name)
+        if module is None:
+            continue
+        if row.style in _COLUMNS:
+            yield module, "columns"
+        elif row.style in _ROWS:
+            yield module, "rows"
+        elif row.style is SplitStyle.EXPERTS:
+            yield module, "inside"
+
+
+def _segment(name: str, params: ParamCounts, one: _Run, two: _Run, key: Any) -> SegmentProfile:
+    first, second = one.segments[key], two.segments[key]
+
+    def line(what: Callable[[TracedSegment], float]) -> BatchAmount:
+        return BatchAmount.through(what(first), what(second))
+
+    return SegmentProfile(
+        name=name,
+        params=params,
+        forward_flops=line(lambda segment: segment.forward_flops),
+        total_flops=line(lambda segment: segment.total_flops),
+        forward_moved=line(lambda segment: segment.moved["forward"]),
+        backward_moved=line(lambda segment: segment.moved["backward"]),
+        num_forward_kernels=first.num_kernels["forward"],
+        num_backward_kernels=first.num_kernels["backward"],
+        saved=_lines(one.saved(key), two.saved(key)),
+        selective_saved=_lines(one.saved(key, selective_only=True), two.saved(key, selective_only=True)),
+        input_bytes=BatchAmount.through(_own_inputs(one, first), _own_inputs(two, second)),
+        output_bytes=line(lambda segment: segment.output_bytes),
+        forward_live=_lines(one.trace.peak(first, "forward"), two.trace.peak(second, "forward")),
+        backward_live=_lines(one.trace.peak(first, "backward"), two.trace.peak(second, "backward")),
+    )
+
+
+def _own_inputs(run: _Run, segment: TracedSegment) -> int:
+    numbers = {number for number in segment.inputs if run.given_to[number] < 2}
+    return sum(run.trace.size_of[number] for number in numbers)
+
+
+def _lines(one: Mapping[Held, int], two: Mapping[Held, int]) -> HeldBytes:
+    return {held: BatchAmount.through(one.get(held, 0), two.get(held, 0)) for held in sorted({*one, *two})}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _describe(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value).__name__
+
+
+@dataclass(frozen=True)
+class _OutShape:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _describe_out(value: Any) -> Any:
+    return _OutShape(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, _OutShape):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype).requires_grad_(value.requires_grad)
+
+
+def _shapes(block: nn.Module) -> Any:
+    return [(tuple(param.shape), param.dtype, param.requires_grad) for param in block.parameters()]

@@ -1,0 +1,73 @@
+"""Models by what a user types: a function, a config or a kind of transformers, without weights and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.planner.model.model_source import find_model
+from torsh_distributed.planner.model.profiling import profile_model
+
+SCRIPT = """
+import torch
+from torsh_distributed.train.demos.gpt import CharGPT
+
+
+def build():
+    return CharGPT(65)
+
+
+def with_example():
+    return CharGPT(65), (torch.zeros(1, 16, dtype=torch.int64),)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's."""
+    (tmp_path / "my_planned_script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return "my_planned_script"
+
+
+def test_a_function_builds_a_model_without_memory(script: str) -> None:
+    assert all(param.is_meta for param in find_model(f"{script}:build").model.parameters())
+
+
+def test_a_function_may_give_an_example(script: str) -> None:
+    found = find_model(f"{script}:with_example")
+    assert profile_model(found.model, example=found.example).tokens_per_sample == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (":build", "not of the form module:function"),
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("my_planned_script:bulid", r"has no function bulid(.|\n)*did you mean build\?"),
+        ("builtins:dict", "it returns a dict, not a model"),
+    ],
+)
+def test_a_wrong_function_is_refused(script: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        find_model(name)
+
+
+def test_a_config_of_transformers_is_a_model_without_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 100, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = find_model(str(tmp_path))
+    profile = profile_model(found.model, sequence=32)
+    assert (profile.num_blocks, profile.loss_note) == (3, "the model's own loss")
+
+
+def test_a_kind_that_does_not_exist_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigurationError, match=r"lama names no model(.|\n)*did you mean llama"):
+        find_model("lama")
