@@ -171,7 +171,7 @@ def optimizer_from_config(settings: RunSettings, params: Iterable[Any], module: 
     if lowered == "lion":
         return FusedLion(given, **options)
     if lowered == "muon":
-        return _muon(given, options, module, settings)
+        return _muon(given, options, module)
     if lowered == "adagrad":
         return torch.optim.Adagrad(given, **options)
     kind = getattr(torch.optim, str(name), None)
@@ -193,13 +193,8 @@ def _adam(name: str, options: dict[str, Any], params: list[Any], settings: RunSe
     return FusedAdam(params, adam_w_mode=is_decoupled, **options)
 
 
-def _muon(params: list[Any], options: dict[str, Any], module: nn.Module, settings: RunSettings) -> Optimizer:
-    """Muon for matrices, Adam for the rest; it needs whole matrices, so replicas."""
-    if settings.stage > 0:
-        raise FeatureNotAvailable(
-            "Muon needs whole matrices, which ZeRO shards",
-            hint="train it with zero_optimization.stage 0, or use AdamW",
-        )
+def _muon(params: list[Any], options: dict[str, Any], module: nn.Module) -> Optimizer:
+    """Muon for matrices, Adam for the rest."""
     from torsh_distributed.migrate.deepspeed.ops import MuonWithAuxAdam
 
     names = {id(param): name for name, param in module.named_parameters()}

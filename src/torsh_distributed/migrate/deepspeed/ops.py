@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.parallel.optim import CpuAdam
+from torsh_distributed.parallel.state.whole_state import part_of, whole
 
 
 def _refuse_variants(name: str, *, amsgrad: bool, bias_correction: bool = True) -> None:
@@ -242,7 +243,13 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class MuonWithAuxAdam(Optimizer):
-    """Groups with `use_muon` are updated by Muon, the others by AdamW. Matrices must be whole, not sharded."""
+    """Groups with `use_muon` are updated by Muon, the others by AdamW; parameters may be sharded.
+
+    Every rank gathers the direction of a sharded matrix and makes it orthogonal; state stays sharded. With fp32 masters
+    between the optimizer and the engine, no owner could be sent whole matrices instead.
+    """
+
+    torsh_needs = "elements"  # what it needs besides, it gathers itself
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         groups = []
@@ -299,9 +306,9 @@ class MuonWithAuxAdam(Optimizer):
         momentum = state.setdefault("momentum_buffer", torch.zeros_like(param))
         momentum.lerp_(grad, 1 - group["momentum"])
         mixed = grad.lerp(momentum, group["momentum"])
-        direction = orthogonalized(mixed.flatten(1)).view_as(param)
-        stretch = max(1.0, param.shape[0] / direction.flatten(1).shape[1]) ** 0.5
-        param.add_(direction, alpha=-group["lr"] * stretch)
+        direction = orthogonalized(whole(mixed).flatten(1))
+        stretch = max(1.0, direction.shape[0] / direction.shape[1]) ** 0.5
+        param.add_(part_of(direction.view(param.shape), param), alpha=-group["lr"] * stretch)
 
     @staticmethod
     def _adam(param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
