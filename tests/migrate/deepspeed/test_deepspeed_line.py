@@ -119,6 +119,15 @@ def test_every_option_is_honoured_noted_or_refused(name: str) -> None:
         assert translate(f"{name}{value} t.py")[0][-1] == "t.py"
 
 
+@pytest.mark.parametrize("mode", ["tune", "run"])
+def test_autotuning_is_answered_by_our_commands(mode: str) -> None:
+    with pytest.raises(FeatureNotAvailable) as caught:
+        translate(f"--autotuning {mode} --num_gpus 2 t.py --deepspeed_config ds.json")
+    assert caught.value.hint is not None
+    for command in ("torsh run --trace", "torsh why", "torsh tune"):
+        assert command in caught.value.hint
+
+
 def test_variables_of_the_environment_file_reach_the_workers(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("# mine\nNCCL_DEBUG=INFO\n")
     assert translate("t.py")[1] == {"NCCL_DEBUG": "INFO"}

@@ -221,7 +221,12 @@ OPTIONS: dict[str, LauncherOption] = {
     "--launcher": LauncherOption(True, _take_launcher),
     "--launcher_args": _refusal(True, _OVER_SSH, "put settings of ssh into ~/.ssh/config"),
     "--venv_script": _refusal(True, "no shell is started on the hosts", "name the interpreter with --ssh-python"),
-    "--autotuning": _refusal(True, "it starts jobs of its own to try settings", "use `torsh plan`"),
+    "--autotuning": _refusal(
+        True,
+        "it starts jobs of its own to try settings",
+        "record the job without it (`torsh run --trace DIR …`); `torsh why DIR` recommends settings, and "
+        "`torsh tune DIR --apply 1` runs the job with one of them and measures the gain",
+    ),
 }
 """Every option of `deepspeed`, and what becomes of it."""
 OWN_OPTIONS: dict[str, LauncherOption] = {"--strict": LauncherOption(False, _strict)}

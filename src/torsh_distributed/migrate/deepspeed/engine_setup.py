@@ -238,6 +238,11 @@ def make_engine(
     collate_fn: Callable[..., Any] | None,
 ) -> DeepSpeedEngine:
     """The engine of a model that is not a PipelineModule; every rank calls this."""
+    require(
+        not any(hasattr(param, "to_local") for param in model.parameters()),
+        "the model is sharded already, by another engine",
+        hint="give each engine a model of its own; copy weights inside deepspeed.zero.GatheredParameters",
+    )
     device = rank_device()
     if not settings.offloads_params:
         model.to(device)

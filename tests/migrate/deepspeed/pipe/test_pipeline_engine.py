@@ -110,6 +110,85 @@ def test_two_stages_train_as_one_process_does(world: World) -> None:
         assert losses == pytest.approx(one_process(1, clip=0.5), rel=1e-5)
 
 
+class Judge(nn.Module):
+    """A last layer that returns the loss itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.linear(inputs) - 1.0).square().mean()
+
+
+def _without_loss_fn() -> tuple[list[float], float]:
+    from torsh_distributed.migrate import deepspeed
+
+    net = deepspeed.PipelineModule(
+        layers=[deepspeed.LayerSpec(Layer, WIDTH), deepspeed.LayerSpec(Judge, WIDTH)],
+        num_stages=2,
+        partition_method="uniform",
+        seed_layers=True,
+        base_seed=7,
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config(0, 0.0))
+    data = iter(batches(0))
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    return losses, float(engine.eval_batch(iter(batches(0))))
+
+
+def test_without_a_loss_function_the_last_layer_returns_the_loss(world: World) -> None:
+    torch.manual_seed(7)
+    first = Layer(WIDTH)
+    torch.manual_seed(8)
+    model = nn.Sequential(first, Judge(WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = [one for one, _ in batches(0)]
+    losses = []
+    for step in range(4):
+        loss = torch.stack([model(one) for one in inputs[(step % 3) * GAS : (step % 3 + 1) * GAS]]).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for trained, evaluated in world.run(_without_loss_fn, num_ranks=2, backend="torsh", timeout_s=60):
+        assert [*trained, evaluated] == pytest.approx(losses, rel=1e-5)
+
+
+def _logits() -> list[Any]:
+    from torsh_distributed.migrate import deepspeed
+
+    net = deepspeed.PipelineModule(
+        layers=[deepspeed.LayerSpec(Layer, WIDTH) for _ in range(2)],
+        num_stages=2,
+        loss_fn=functional.mse_loss,
+        seed_layers=True,
+        base_seed=7,
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config(0, 0.0))
+    loss, outputs = engine.eval_batch(iter(batches(0)), return_logits=True)
+    alone = engine.eval_batch(iter(batches(0)), compute_loss=False)
+    with pytest.raises(AssertionError, match="mean or sum"):
+        engine.eval_batch(iter(batches(0)), reduce_output=None)
+    return [float(loss), outputs, torch.equal(alone, outputs), engine.training]
+
+
+def test_evaluating_returns_the_outputs_on_every_rank(world: World) -> None:
+    layers = []
+    for index in range(2):
+        torch.manual_seed(7 + index)
+        layers.append(Layer(WIDTH))
+    inputs, targets = (torch.cat(side) for side in zip(*batches(0)[:GAS], strict=True))
+    with torch.no_grad():
+        wanted = nn.Sequential(*layers)(inputs)
+    for loss, outputs, is_same, is_training in world.run(_logits, num_ranks=2, backend="torsh", timeout_s=60):
+        torch.testing.assert_close(outputs, wanted)
+        assert loss == pytest.approx(functional.mse_loss(wanted, targets).item(), rel=1e-5)
+        assert (is_same, is_training) == (True, True)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1])
 def test_replicas_of_stages_train_as_one_process_does(world: World, stage: int) -> None:

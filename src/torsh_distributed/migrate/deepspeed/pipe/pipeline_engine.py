@@ -58,8 +58,8 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataloader(self.training_dataloader)
 
     @property
-    def _loss_fn(self) -> LossFn | None:
-        return self.source.loss_fn
+    def _loss_fn(self) -> LossFn:
+        return _loss_fn_of(self.source)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One update on `gradient_accumulation_steps` microbatches; returns their mean loss, on every rank."""
@@ -95,11 +95,17 @@ class PipelineEngine(DeepSpeedEngine):
         data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
-        reduce_output: str = "avg",
+        reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of some microbatches, on every rank; with `return_logits` the outputs beside it."""
+        """The mean loss of some microbatches, on every rank; with `return_logits` the outputs of all beside it."""
+        require(
+            reduce_output in ("avg", "sum"),
+            "eval_batch reduces the losses of microbatches to their mean or sum",
+            hint='write reduce_output="avg"; call eval_batch with num_micro_batches=1 for single ones',
+            got=reduce_output,
+        )
         was_training = self.training
         self.eval()
         try:
@@ -169,6 +175,22 @@ class PipelineEngine(DeepSpeedEngine):
         return inputs, targets
 
 
+def _loss_fn_of(model: PipelineModule) -> LossFn:
+    """The module's; without one its last layer returns the loss of a microbatch."""
+    return _output_is_the_loss if model.loss_fn is None else model.loss_fn
+
+
+def _output_is_the_loss(outputs: Any, targets: Any) -> Tensor:
+    require(
+        isinstance(outputs, Tensor) and outputs.numel() == 1,
+        "a PipelineModule without loss_fn returns the loss, one number, from its last layer",
+        hint="pass loss_fn=…",
+        got=tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__,
+    )
+    loss: Tensor = outputs.reshape(())
+    return loss
+
+
 def _joined(parts: list[Any]) -> Any:
     """Microbatches of tensors, or tuples of tensors, as one batch."""
     return tree_map(lambda *tensors: torch.cat(tensors) if isinstance(tensors[0], Tensor) else tensors[0], *parts)
@@ -191,13 +213,12 @@ def make_pipeline_engine(
         "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
         hint="use zero_optimization.stage 0 or 1: a stage is already a part of the model",
     )
-    require(model.loss_fn is not None, "a PipelineModule needs loss_fn to be trained", hint="pass loss_fn=…")
     model.to(rank_device())
     model.recompute_layers()
     cast_params(model, settings.dtype, None)
     inner = choose_optimizer(settings, model, optimizer, model_parameters)
     outer = MasterWeights(inner) if settings.dtype is not torch.float32 else inner
-    core = parallelize(model, outer, _plan(model, settings), loss_fn=model.loss_fn)
+    core = parallelize(model, outer, _plan(model, settings), loss_fn=_loss_fn_of(model))
     if isinstance(core.optimizer, MasterWeights):
         core.optimizer.make_masters(core.strategy.state_parts().like)
     return PipelineEngine(

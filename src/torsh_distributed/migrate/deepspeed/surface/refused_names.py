@@ -69,7 +69,7 @@ REFUSED_MODULES = {
     "deepspeed.model_implementations": _SERVES,
     "deepspeed.module_inject": "use torch.compile",
     "deepspeed.compression": "quantise or prune with torchao",
-    "deepspeed.autotuning": "let `torsh plan` choose",
+    "deepspeed.autotuning": "`torsh plan` and `torsh tune` look for settings",
     "deepspeed.launcher": "start workers with `torsh run --as deepspeed`",
     "deepspeed.env_report": "`torsh doctor` looks at the machine",
     "deepspeed.nvme": "`torsh bench` measures the disk",

@@ -10,11 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.migrate.deepspeed.config.hjson_format import read_config
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
-from torsh_distributed.migrate.deepspeed.zero.param_access import make_sharded, make_whole, owner_of, trained_param
+from torsh_distributed.migrate.deepspeed.zero.param_access import (
+    ZeroParamStatus,
+    make_sharded,
+    make_whole,
+    mark,
+    owner_of,
+    trained_param,
+)
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
 
@@ -78,9 +87,10 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bflo
 
 
 class Init:
-    """Around the construction of a model for stage 3: its tensors have the config's format.
+    """Around the construction of a model for stage 3: its tensors have the config's format and DeepSpeed's marks.
 
-    Ranks build the model in host memory, and `initialize` shards it; parameters become those of rank 0.
+    Ranks build the model in host memory, and `initialize` shards it; parameters become those of rank 0. Until then
+    every rank has whole values, which scripts may read and change with or without GatheredParameters.
     """
 
     def __init__(
@@ -101,17 +111,31 @@ class Init:
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._dtype = dtype if dtype is not None else _dtype_of(given)
         self._before = torch.get_default_dtype()
-        if module is not None and enabled and self._dtype is not None:
-            module.to(self._dtype)
+        self._hook: RemovableHandle | None = None
+        if module is not None and enabled:
+            if self._dtype is not None:
+                module.to(self._dtype)
+            for param in module.parameters():
+                _mark_new(module, "", param)
 
     def __enter__(self) -> Init:
         self._before = torch.get_default_dtype()
-        if self.enabled and self._dtype is not None:
-            torch.set_default_dtype(self._dtype)
+        if self.enabled:
+            self._hook = register_module_parameter_registration_hook(_mark_new)
+            if self._dtype is not None:
+                torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self._before)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _mark_new(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None and not hasattr(param, "ds_id"):
+        mark(param)
 
 
 def _dtype_of(config: Any) -> torch.dtype | None:
@@ -144,9 +168,14 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._whole: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
         """Each shard, its whole values, and the places where those stand for it."""
+        self._planned: list[Any] = []
+        """Marked parameters that are not sharded yet, or that one rank holds alone. Any: attributes."""
 
     def __enter__(self) -> None:
         self._whole = []
+        self._planned = [param for param in self._params if hasattr(param, "ds_id") and not hasattr(param, "to_local")]
+        for param in self._planned:
+            param.ds_status = ZeroParamStatus.AVAILABLE
         places = _places({owner for param in self._params if (owner := owner_of(param)) is not None})
         for param in self._params:
             if hasattr(param, "to_local") and not hasattr(param, "ds_whole"):  # listed once, and by one block
@@ -161,6 +190,8 @@ class GatheredParameters:
 
     @torch.no_grad()
     def __exit__(self, kind: object, *rest: object) -> None:
+        for planned in self._planned:
+            planned.ds_status = ZeroParamStatus.NOT_AVAILABLE
         for param, _, found in self._whole:
             if hasattr(param, "ds_whole"):
                 make_sharded(param)

@@ -10,6 +10,7 @@ object they hold. So a gathered parameter stays that object, and everything done
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -47,9 +48,16 @@ class ZeroParamType(Enum):
 
 def mark_sharded(param: Any) -> None:
     """Give a sharded parameter what DeepSpeed's have; one that every rank holds whole gets nothing. Any: attributes."""
-    if not hasattr(param, "to_local") or hasattr(param, "ds_id"):
-        return
-    param.ds_id = id(param)
+    if hasattr(param, "to_local") and not hasattr(param, "ds_id"):
+        mark(param)
+
+
+_ids = itertools.count()
+
+
+def mark(param: Any) -> None:
+    """What scripts look at to tell a parameter of stage 3; every rank marks its parameters in the same order."""
+    param.ds_id = next(_ids)
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
     param.ds_param_type = ZeroParamType.PARTITIONED
