@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bed.world import World
 from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate import deepspeed
 from torsh_distributed.migrate.deepspeed.config.section_models import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from torsh_distributed.migrate.deepspeed.surface.moe_layer import MoE
 
@@ -39,8 +41,54 @@ def test_tokens_above_the_capacity_are_dropped() -> None:
     out, _, counts = layer(torch.ones(4, 2))
     assert counts.tolist() == [2, 0]
     assert (out.abs().sum(dim=1) > 0).tolist() == [True, True, False, False]
-    with pytest.raises(FeatureNotAvailable, match="ep_size"):
-        MoE(2, nn.Identity(), num_experts=2, ep_size=2)
+    with pytest.raises(AssertionError, match="should be divisible by expert parallel size"):
+        MoE(2, nn.Identity(), num_experts=3, ep_size=2)
+    with pytest.raises(FeatureNotAvailable, match="every rank"):
+        MoE(2, nn.Identity(), num_experts=2, enable_expert_tensor_parallelism=True)
+
+
+def _experts(ep_size: int) -> nn.Module:
+    torch.manual_seed(0)
+    layer = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=ep_size, k=2, drop_tokens=False)
+    for expert in layer.experts:
+        nn.init.normal_(expert.weight)
+    return layer
+
+
+def _points(step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def spread_over_two(stage: int) -> list[float]:
+    layer = _experts(ep_size=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=layer, optimizer=optimizer, config=config)
+    losses = []
+    for step in range(4):
+        mine = _points(step).chunk(2)[torch.distributed.get_rank()]
+        out, _, _ = engine(mine)
+        loss = (out - mine).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_experts_of_several_ranks_train_as_one_process(world: World, stage: int) -> None:
+    layer = _experts(ep_size=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        points = _points(step)
+        loss = (layer(points)[0] - points).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    by_rank = world.run(spread_over_two, stage, num_ranks=2)
+    assert [sum(one) / 2 for one in zip(*by_rank, strict=True)] == pytest.approx(losses, rel=1e-5)
 
 
 def test_sections_are_models_with_deepspeeds_defaults() -> None:

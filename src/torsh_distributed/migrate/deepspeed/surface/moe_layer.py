@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,15 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from torsh_distributed import known_variables
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+
+_log = logging.getLogger(__name__)
 
 
 class MoE(nn.Module):
     """`num_experts` copies of `expert` behind a gate; returns outputs, the balance loss and the tokens of each expert.
 
     An expert takes at most `capacity_factor` times an even share of the tokens; the rest pass with output 0, or none do
-    with `drop_tokens` off. Gradients of experts are averaged like all others, so experts are not spread (`ep_size`).
+    with `drop_tokens` off. As in DeepSpeed a rank counts its own tokens, so results do not depend on where experts are:
+    with `ep_size` above 1 they are the same, but every rank still has all experts, which is said once.
     """
 
     def __init__(
@@ -42,12 +48,17 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if ep_size > 1 or enable_expert_tensor_parallelism:
+        if enable_expert_tensor_parallelism:
             raise FeatureNotAvailable(
-                "MoE(ep_size > 1) is not supported: this layer keeps all experts on every rank",
-                hint="use torsh_distributed.MoELayer with mesh.ep of a plan",
-                ep_size=ep_size,
+                "MoE(enable_expert_tensor_parallelism=True) is not supported: every rank keeps all experts whole",
+                hint="use torsh_distributed.MoELayer with mesh.ep and mesh.tp of a plan",
             )
+        require(
+            num_experts % ep_size == 0,
+            f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})",
+        )
+        if ep_size > 1:
+            _say_once(ep_size)
         require(k in (1, 2), "Only top-1 and top-2 gatings are supported.", k=k)
         require(
             noisy_gate_policy in (None, "None", "Jitter", "RSample"),
@@ -114,8 +125,19 @@ class MoE(nn.Module):
                 rows = is_mine.nonzero().squeeze(1)
                 rows = rows[: max(0, capacity - taken[number])] if self._drops else rows
                 taken[number] += len(rows)
-                if len(rows):
-                    yield rank, (number, rows)
+                # An expert without tokens runs on none. As under DeepSpeed all ranks call the same experts: shards are
+                # gathered for each call, and gradients are summed by their place among those that a rank has.
+                yield rank, (number, rows)
+
+
+@functools.cache
+def _say_once(ep_size: int) -> None:
+    if known_variables.whole_number("RANK") in (None, 0):
+        _log.warning(
+            "MoE(ep_size=%d): results are the same, but every rank keeps all experts in memory; "
+            "torsh_distributed.MoELayer with mesh.ep of a plan spreads them",
+            ep_size,
+        )
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
