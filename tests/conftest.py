@@ -6,6 +6,7 @@ What a test may need of the machine is checked by `tests/bed/needs.py`, what it 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from tests.lab.network import Lab
 
 # The suite runs a process per core: more threads in each only wait for one another.
 torch.set_num_threads(1)
+
+# Jobs of tests fork their workers: two cores import torch once for a job, not for each worker of it. What a test shows
+# of the start itself, it shows with `--start-method spawn`.
+os.environ.setdefault("PET_START_METHOD", "forkserver")
 
 heed_interrupts()
 

@@ -127,7 +127,16 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
     "torchrun's defaults for `torsh run`": tuple(
         Variable(f"PET_{option}", "text", f"as --{option.lower().replace('_', '-')} of `torsh run`")
         for option in (
-            *("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MAX_RESTARTS", "ROLE", "MASTER_ADDR", "MASTER_PORT"),
+            *(
+                "NPROC_PER_NODE",
+                "NNODES",
+                "NODE_RANK",
+                "MAX_RESTARTS",
+                "START_METHOD",
+                "ROLE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            ),
             *("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "LOG_DIR", "LOCAL_RANKS_FILTER", "SHUTDOWN_TIMEOUT"),
         )
     ),

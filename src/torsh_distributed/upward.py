@@ -16,9 +16,6 @@ DEEPSPEED_READER = "torsh_distributed.migrate.deepspeed.config.deepspeed_config:
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 
-ENGINE = "torsh_distributed.train.engine"
-"""`observe`: where it is imported, the Engine reports its own steps."""
-
 LAUNCHER_LINE = "torsh_distributed.launch.worker.launcher_line"
 """`train`: loaded in processes that have a launcher, before anything else; changes of a running job come over it."""
 

@@ -123,6 +123,7 @@ class Victim:
         script = self.folder / "victim.py"
         script.write_text(_SCRIPT)
         command = [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", str(self.nproc_per_node)]
+        command += ["--start-method", "spawn"]  # strangers find workers by their command lines
         if self.hosts:
             command += ["--nnodes", str(self.num_nodes), "--node-rank", str(node_rank)]
             command += ["--master-addr", self.hosts[0].address, "--master-port", str(self.master_port)]

@@ -19,6 +19,7 @@ _thread = threading.get_ident
 _lock = threading.Lock()
 # Replaced by a new tuple on every change, so that reading it needs no lock.
 _takers: tuple[Callable[[Any], None], ...] = ()
+_has_engine = False
 
 CpuSpan = tuple[float, float]
 """The thread's own processor time (`time.thread_time`) at the start and at the end of a span."""
@@ -165,6 +166,17 @@ def note_started(operation: StartedOperation) -> None:
             ),
             is_noted=True,
         )
+
+
+def leave_steps_to_engine() -> None:
+    """From now on an Engine reports this process's steps: its optimizers' steps are not counted beside it."""
+    global _has_engine
+    _has_engine = True
+
+
+def has_engine() -> bool:
+    """Whether an Engine reports this process's steps."""
+    return _has_engine
 
 
 def note_step(note: StepNote) -> None:

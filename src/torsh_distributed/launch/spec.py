@@ -173,6 +173,9 @@ class JobSpec:
     serves_torch_store: bool = False
     """Whether the workers' store is torch's TCPStore, which asks for no secret."""
 
+    forks_workers: bool = False
+    """Whether the first workers, too, are forked from a process that has imported torch."""
+
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the workers, on top of the launcher's own and the job's."""
 
@@ -285,9 +288,14 @@ class JobSpec:
         return DEFAULT_MASTER_PORT if self.port_range is None else self.port_range[0]
 
     @property
+    def may_restart(self) -> bool:
+        """Whether workers may be started later than the others."""
+        return self.elastic is not None or self.max_restarts > 0
+
+    @property
     def keeps_spare(self) -> bool:
-        """Whether a process that has imported torch is kept to fork workers from."""
-        return (self.elastic is not None or self.max_restarts > 0) and self.entry.kind is not EntryKind.COMMAND
+        """Whether there is a process that has imported torch, to fork workers from."""
+        return (self.may_restart or self.forks_workers) and self.entry.kind is not EntryKind.COMMAND
 
     @property
     def spans_nodes(self) -> bool:

@@ -21,6 +21,7 @@ from torsh_distributed.checkpoint.random_generators import gather_random_states,
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.counted_operations import CountedOperations
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
@@ -138,6 +139,7 @@ class Engine:
         self._unread_norm: HostValue | None = None
         self.last_norm: HostValue | None = None
         """The norm of the last update's gradient, where one was measured."""
+        step_notes.leave_steps_to_engine()
         self._recovery: StepRecovery | None = None
         if plan.recovery.acts_on_steps:
             from torsh_distributed.train.recovery.step_recovery import StepRecovery

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from torsh_distributed import events
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.counted_operations import CountedOperations
 from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
@@ -48,7 +48,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.delitem(sys.modules, "torsh_distributed.train.engine", raising=False)
+    monkeypatch.setattr(step_notes, "_has_engine", False)
     monkeypatch.setattr("torsh_distributed.observe.loops.model_watch._compiles", lambda: False)
     watched = Watched()
     yield watched

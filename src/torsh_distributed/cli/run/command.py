@@ -29,6 +29,7 @@ from torsh_distributed.cli.run.options import (
     NodeOptions,
     OutputOptions,
     SshOptions,
+    StartMethod,
     TimeLimits,
     WorkerOptions,
 )
@@ -140,6 +141,7 @@ def _spec(
         tls=own_tls(nodes.tls_cert, nodes.tls_key, nodes.tls_ca, wanted=nodes.tls),
         allows_no_token=nodes.no_token,
         serves_torch_store=workers.torch_store,
+        forks_workers=workers.start_method is not StartMethod.SPAWN,
         env={
             **variables,
             **({} if workers.plan is None else {"TORSH_PLAN": str(workers.plan.resolve())}),

@@ -3,6 +3,7 @@
 NamedTuples, and annotations that are no strings: dataclasses would take 20 ms of every `torsh run`.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -42,6 +43,14 @@ LossPolicy = Annotated[
         rich_help_panel=_ELASTIC,
     ),
 ]
+
+
+class StartMethod(StrEnum):
+    """How workers come to be, in torchrun's words."""
+
+    SPAWN = "spawn"
+    FORK = "fork"
+    FORKSERVER = "forkserver"
 
 
 class WorkerOptions(NamedTuple):
@@ -88,6 +97,15 @@ class WorkerOptions(NamedTuple):
             help="Plan for the workers (TORSH_PLAN), checked first for their number.", rich_help_panel=_WORKERS
         ),
     ] = None
+    start_method: Annotated[
+        StartMethod,
+        typer.Option(
+            help="spawn: an interpreter for each worker. forkserver or fork: torch is imported once, and workers are "
+            "forked from there.",
+            envvar="PET_START_METHOD",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = StartMethod.SPAWN
     torch_store: Annotated[
         bool,
         typer.Option(

@@ -2,7 +2,8 @@
 
 Importing torch takes a second or more of a core; a fork takes milliseconds. One spare serves every worker that is
 started later on this node: in place of a lost one, or after a restart of all. It is started once the workers run, so it
-does not compete with their start, and never imports the user's modules: they may act when they are imported.
+does not compete with their start, unless they are to be forked from it too (`--start-method forkserver`). It never
+imports the user's modules: they may act when they are imported.
 
 The forked worker becomes a child of the launcher (a subreaper), like any other worker, so its exit status is known.
 
@@ -19,7 +20,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torsh_distributed.launch.local.failure_report import LauncherOutput
@@ -32,6 +33,7 @@ from torsh_distributed.launch.worker import spare
 _FIRST_LOOK_S = 1.0
 _LOOK_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
+_WARM_TIMEOUT_S = 60.0
 _EXIT_WAIT_S = 2.0
 _MAX_REVIVALS = 3
 _PR_SET_CHILD_SUBREAPER = 36
@@ -83,6 +85,7 @@ class SpareProcess:
         self._control: socket.socket | None = None
         self._is_warm = False
         self._timer: Timer | None = None
+        self._begin: Callable[[], None] | None = None
         self.num_started = 0
         """Workers that were forked so far."""
 
@@ -95,6 +98,22 @@ class SpareProcess:
     def is_warm(self) -> bool:
         """Whether it has imported torch and waits."""
         return self._is_warm
+
+    def warm_up_then(self, begin: Callable[[], None]) -> None:
+        """Start the spare now, and call `begin` once it is warm; also if it is not to be had, or takes too long."""
+        self._begin = begin
+        self._start()
+        if self._process is None:
+            self._begin_now()
+        else:
+            self._timer = self._loop.call_later(_WARM_TIMEOUT_S, self._begin_now)
+
+    def _begin_now(self) -> None:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            if self._timer is not None:
+                self._timer.cancel()
+            begin()
 
     def keep_warm_beside(self, pids: Sequence[int]) -> None:
         """Start the spare as soon as these workers have all imported torch: before, it would slow them down."""
@@ -142,6 +161,7 @@ class SpareProcess:
         else:
             self._drop()
             self._revive()
+        self._begin_now()
 
     def _revive(self) -> None:
         """Start another one soon, unless that keeps happening; those beside it have imported torch by now, or ended."""
@@ -181,7 +201,8 @@ class SpareProcess:
             process.wait(_EXIT_WAIT_S)
 
     def close(self) -> None:
-        """End the spare."""
+        """End the spare; what waits for it does not begin."""
+        self._begin = None
         if self._timer is not None:
             self._timer.cancel()
         had_process = self._process is not None

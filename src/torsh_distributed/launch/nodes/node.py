@@ -160,6 +160,15 @@ class Node:
             counts = message.workers_by_node
             self._spec = dataclasses.replace(self._spec, nnodes=len(counts), workers_by_node=counts)
             self._context = dataclasses.replace(self._context, spec=self._spec)
+        if number == 0 and self._spare is not None and self._spec.forks_workers:
+            self._spare.warm_up_then(partial(self._begin, message))
+        else:
+            self._begin(message)
+
+    def _begin(self, message: Start) -> None:
+        number = message.attempt
+        if self._is_ending or self._attempt_number != number:
+            return  # the job ended, or was restarted, while the spare imported torch
         self._attempt = LocalAttempt(
             self._context,
             AttemptEndpoint(
@@ -195,8 +204,10 @@ class Node:
             self._health = HealthWatch(self._loop, limits, partial(self._note_health, number))
         else:
             self._health = HealthWatch(self._loop, NOTICED, self._note_silence)
-        if self._spare is not None:
+        if self._spare is not None and self._spec.may_restart:
             self._spare.keep_warm_beside(self._attempt.running_pids)
+        elif self._spare is not None:
+            self._spare.close()  # all there will be were forked
         self._emit("restarted" if message.attempt else "started")
 
     def _note_ended(self, attempt: int, worker: EndReport) -> None:

@@ -27,7 +27,9 @@ def main() -> None:
     line.open_line()
     line.watch_threads()
     _keep_fatal_stacks()
-    if "torch" not in sys.modules:  # as it is in a worker that was forked from the spare
+    if "torch" in sys.modules:  # in a worker that was forked from the spare
+        _record_as_asked()
+    else:
         sys.meta_path.insert(0, _TorchFinder())
     try:
         if sys.argv[1] == "-m":
@@ -38,6 +40,13 @@ def main() -> None:
         line.leave(error)
         raise
     line.leave(SystemExit(0))
+
+
+def _record_as_asked() -> None:
+    """What `sitecustomize` does when torch is imported, for a worker in which that was before its environment."""
+    from torsh_distributed.launch.worker.recording.event_recording import record_as_asked
+
+    record_as_asked()
 
 
 def _load(*names: str) -> Any:

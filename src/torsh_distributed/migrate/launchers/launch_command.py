@@ -145,7 +145,7 @@ TORCHRUN_OPTIONS: dict[str, LineOption] = {
     "--standalone": as_option("--standalone", 0),
     "--max-restarts": as_option("--max-restarts"),
     "--monitor-interval": same_anyway("the end of a worker is an event, not polled"),
-    "--start-method": same_anyway("workers are started fresh"),
+    "--start-method": as_option("--start-method"),
     "--event-log-handler": without_effect("TORSH_EVENTS_DIR=DIR keeps events"),
     "--role": as_option("--role"),
     "--module": as_option("--module", 0),

@@ -6,7 +6,6 @@ For torch's own DDP and FSDP2 loops, trainers of others, and plain loops.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -17,7 +16,6 @@ from torsh_distributed import events
 from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.after_import import AfterImport
 from torsh_distributed.observe.loops.model_watch import Counted, ModelWatch
-from torsh_distributed.upward import ENGINE
 
 _DETAIL_S = 0.35e-3
 """What it costs to see the forward, the backward and the loss of a step, measured between the operations of a model."""
@@ -163,7 +161,7 @@ class OptimizerSteps:
         first = self._first() if self._first is not None else None
         if first is None:
             self._first, first = weakref.ref(optimizer), optimizer
-        is_engines = ENGINE in sys.modules
+        is_engines = step_notes.has_engine()
         if first is not optimizer:
             # A loop with several optimizers, as of a GAN, steps when the first one does.
             if started_s is not None and not is_engines:

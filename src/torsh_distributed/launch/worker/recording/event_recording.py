@@ -52,6 +52,17 @@ def record_events(directory: str | Path | None = None) -> None:
     _recorders[os.getpid()] = started
 
 
+def record_as_asked() -> None:
+    """Do what TORSH_EVENTS_DIR and TORSH_METRICS ask for in a worker whose script may not know this library.
+
+    Called when torch is imported, or at once in a worker that was forked with torch in it.
+    """
+    if os.environ.get("TORSH_EVENTS_DIR"):
+        record_script()
+    if os.environ.get("TORSH_EVENTS_DIR") or os.environ.get(METRICS_VARIABLE):
+        report_metrics()
+
+
 def record_script() -> None:
     """Record the events of a script that does not know this library: TORSH_EVENTS_DIR asks for them.
 

@@ -17,6 +17,9 @@ from types import ModuleType
 
 _NAME = "sitecustomize"
 _LINE = "torsh_distributed.launch.worker.launcher_line"
+_RECORDING = "torsh_distributed.launch.worker.recording.event_recording"
+_WANTS = ("TORSH_EVENTS_DIR", "TORSH_METRICS")
+"""Set in workers whose launcher wants to know what they measure; a script without us says nothing else."""
 
 
 class _BeforeTorch:
@@ -29,13 +32,8 @@ class _BeforeTorch:
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
-                # Set in workers whose launcher wants to know what they measure; a script without us says nothing else.
-                wants = [os.environ.get(variable) for variable in ("TORSH_EVENTS_DIR", "TORSH_METRICS")]
-                if any(wants) and _LINE in sys.modules:
-                    recording = importlib.import_module("torsh_distributed.launch.worker.recording.event_recording")
-                    if wants[0]:
-                        recording.record_script()
-                    recording.report_metrics()
+                if any(os.environ.get(name) for name in _WANTS) and _LINE in sys.modules:
+                    importlib.import_module(_RECORDING).record_as_asked()
                 if any(os.environ.get(name) for name in ("TORSH_FAULTS", "TORSH_FAULT_LOG")):
                     from torsh_distributed import upward
 
