@@ -1,3 +1,4 @@
+from torsh_distributed.rpc import functions as functions
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture as RemoteFuture
 from torsh_distributed.rpc.current_worker import call as call
 from torsh_distributed.rpc.current_worker import call_all as call_all
@@ -5,7 +6,6 @@ from torsh_distributed.rpc.current_worker import call_async as call_async
 from torsh_distributed.rpc.current_worker import is_started as is_started
 from torsh_distributed.rpc.current_worker import ping as ping
 from torsh_distributed.rpc.current_worker import remote as remote
-from torsh_distributed.rpc.current_worker import shutdown as shutdown
 from torsh_distributed.rpc.current_worker import start as start
 from torsh_distributed.rpc.current_worker import stream as stream
 from torsh_distributed.rpc.current_worker import wait_for_workers as wait_for_workers
@@ -18,3 +18,9 @@ from torsh_distributed.rpc.serving.exposed import expose as expose
 from torsh_distributed.rpc.serving.exposed import sendable as sendable
 from torsh_distributed.rpc.serving.served_call import ServedCall as ServedCall
 from torsh_distributed.rpc.serving.served_call import current_call as current_call
+from torsh_distributed.rpc.torch_names import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
+from torsh_distributed.rpc.torch_names import get_worker_info as get_worker_info
+from torsh_distributed.rpc.torch_names import init_rpc as init_rpc
+from torsh_distributed.rpc.torch_names import rpc_async as rpc_async
+from torsh_distributed.rpc.torch_names import rpc_sync as rpc_sync
+from torsh_distributed.rpc.torch_names import shutdown as shutdown

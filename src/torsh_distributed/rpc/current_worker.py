@@ -69,8 +69,8 @@ def is_started() -> bool:
     return _current is not None and not _current.is_closed
 
 
-def shutdown() -> None:
-    """Leave: calls under way fail here and at their callers. Nothing if not started."""
+def stop() -> None:
+    """Leave at once: calls under way fail here and at their callers. Nothing if not started."""
     global _current
     with _lock:
         worker, _current = _current, None
@@ -138,10 +138,13 @@ def stream(
 
 
 def remote(
-    to: To, func: Target, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
+    to: To, func: Target, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float = -1.0
 ) -> RRef:
-    """Call a function or make an object at another worker, and keep the result there: returns a reference at once."""
-    return current_worker().remote(to, func, args, kwargs, timeout_s=timeout)
+    """Call a function or make an object at another worker, and keep the result there: returns a reference at once.
+
+    `timeout` in seconds, as torch has it: -1 is the worker's own.
+    """
+    return current_worker().remote(to, func, args or (), kwargs, timeout_s=None if timeout < 0 else timeout)
 
 
 def ping(to: To, *, timeout_s: float | None = None) -> float:

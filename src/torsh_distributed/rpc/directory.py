@@ -99,6 +99,13 @@ class WorkerDirectory:
         """Until workers with all these names are there; torch's store raises after the time."""
         self._store.wait([f"worker/{name}" for name in names], timedelta(seconds=timeout_s))
 
+    def meet(self, what: str, num_workers: int, timeout_s: float, *, waits: bool = True) -> None:
+        """Say that this worker is at this point, and wait until all are."""
+        if self._store.add(f"{what}/count", 1) == num_workers:
+            self._store.set(f"{what}/all", "")
+        if waits:
+            self._store.wait([f"{what}/all"], timedelta(seconds=timeout_s))
+
     def names(self) -> list[str]:
         """The workers that are there, in the order in which they first came."""
         if not self._store.check([_LOG_KEY]):

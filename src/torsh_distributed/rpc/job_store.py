@@ -11,7 +11,7 @@ from torsh_distributed.comm.meeting import rendezvous
 from torsh_distributed.errors import ConfigurationError
 
 
-def job_store(timeout_s: float) -> dist.Store:
+def job_store(timeout_s: float, *, rank: int | None = None) -> dist.Store:
     """The one at MASTER_ADDR:MASTER_PORT, or that of the launcher; rank 0 serves it where nobody else does."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ConfigurationError(
@@ -22,7 +22,7 @@ def job_store(timeout_s: float) -> dist.Store:
     return rendezvous.open_store(
         known_variables.text("MASTER_ADDR", os.environ),
         int(os.environ["MASTER_PORT"]),
-        is_host=os.environ.get("RANK", "0") == "0" and not has_torch_agent,
+        is_host=(os.environ.get("RANK", "0") == "0" if rank is None else rank == 0) and not has_torch_agent,
         timeout_s=timeout_s,
         has_torch_agent=has_torch_agent,
     )

@@ -16,6 +16,10 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._until_s)
 
+    def holders(self, reference: str) -> set[str]:
+        """Who has it."""
+        return set(self._until_s.get(reference, ()))
+
     def hold(self, reference: str, holder: str, now_s: float) -> None:
         """A holder has it from now on."""
         self._until_s.setdefault(reference, {})[holder] = now_s + self._lease_s

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from typing_extensions import override
 
-from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
-from torsh_distributed.rpc.calling.remote_future import RemoteFuture
+from torsh_distributed.errors import BackendNotInitialized, FeatureNotAvailable, InvalidArgument
+from torsh_distributed.rpc.calling.remote_future import RemoteFuture, as_torch_future
+from torsh_distributed.rpc.directory import WorkerInfo
 from torsh_distributed.rpc.leases import LeaseTable
 
 
@@ -29,6 +31,14 @@ class ReferenceHolder(Protocol):
         self, to: str, function: Any, args: Any = (), kwargs: Any = None, *, timeout_s: float | None = None
     ) -> RemoteFuture:
         """The same without waiting."""
+
+    def remote(
+        self, to: str, function: Any, args: Any = (), kwargs: Any = None, *, timeout_s: float | None = None
+    ) -> RRef:
+        """The same, with a result that stays there."""
+
+    def find(self, to: str) -> WorkerInfo:
+        """Where a worker is."""
 
     def holds(self, owner: str, key: str) -> None:
         """This process has one more reference to an object."""
@@ -75,12 +85,14 @@ class RRef:
         self._release = weakref.finalize(self, worker.let_go, owner, key)
         self._release.atexit = False  # the lease ends by itself
 
-    @property
-    def owner_name(self) -> str:
+    def owner(self) -> WorkerInfo:
         """The worker where the object lives."""
+        return self._worker.find(self._owner)
+
+    def owner_name(self) -> str:
+        """Its name."""
         return self._owner
 
-    @property
     def is_owner(self) -> bool:
         """Whether the object lives in this process."""
         return self._owner == self._worker.name
@@ -92,7 +104,7 @@ class RRef:
 
     def local_value(self) -> Any:
         """The object itself, at its owner."""
-        if not self.is_owner:
+        if not self.is_owner():
             raise InvalidArgument(
                 "the object lives in another process", hint="fetch it with to_here()", owner=self._owner
             )
@@ -100,7 +112,7 @@ class RRef:
 
     def to_here(self, timeout: float | None = None) -> Any:
         """A copy of the object, fetched from its owner; there it is the object itself."""
-        if self.is_owner:
+        if self.is_owner():
             return self.local_value()
         return self._worker.call(self._owner, "@fetch", (self.key,), timeout_s=timeout)
 
@@ -117,6 +129,34 @@ class RRef:
         self.wait_until_created()
         return self._worker.call_async(self._owner, (self.key, method), args, kwargs, timeout_s=timeout_s)
 
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """`reference.rpc_sync().method(...)` calls a method and waits for its result."""
+        return _Methods(lambda method, args, kwargs: self.call(method, args, kwargs, timeout_s=_seconds(timeout)))
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """`reference.rpc_async().method(...)` calls a method: a `torch.futures.Future`."""
+        return _Methods(
+            lambda method, args, kwargs: as_torch_future(
+                self.call_async(method, args, kwargs, timeout_s=_seconds(timeout))
+            )
+        )
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """`reference.remote().method(...)` calls a method and leaves its result at the owner: another reference."""
+
+        def call(method: str, args: Any, kwargs: Any) -> RRef:
+            self.wait_until_created()
+            return self._worker.remote(self._owner, (self.key, method), args, kwargs, timeout_s=_seconds(timeout))
+
+        return _Methods(call)
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """torch's reference has it; gradients do not go through calls here."""
+        raise FeatureNotAvailable(
+            "autograd across remote calls is not offered",
+            hint="compute gradients where the parameters are, and send tensors; or train with parallelize",
+        )
+
     def release(self) -> None:
         """Give the reference up now; it also happens when it is no longer referred to."""
         self._release()
@@ -124,6 +164,20 @@ class RRef:
     @override
     def __repr__(self) -> str:
         return f"RRef({self.key!r} at {self._owner!r})"
+
+
+class _Methods:
+    """Methods of an object elsewhere, as attributes."""
+
+    def __init__(self, call: Callable[[str, Any, Any], Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(method, args, kwargs)
+
+
+def _seconds(timeout: float) -> float | None:
+    return None if timeout < 0 else timeout
 
 
 class ObjectTable:
@@ -167,6 +221,11 @@ class ObjectTable:
                 key=str(key)[:100],
             )
         return found
+
+    def holders(self, key: str) -> set[str]:
+        """Who holds an object."""
+        with self._lock:
+            return self._leases.holders(key)
 
     def renew(self, keys: list[str], holder: str) -> None:
         """A holder still has these, or has them from now on."""

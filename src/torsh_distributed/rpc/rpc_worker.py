@@ -77,6 +77,8 @@ class RpcWorker:
         self.timeout_s = timeout_s
         self.objects = ObjectTable(name, lease_s)
         self.is_closed = False
+        self.num_expected: int | None = None
+        """How many workers the job was started with, if that is known."""
         self._lease_s = lease_s
         self._most_payload_bytes = most_payload_bytes
         self._directory = WorkerDirectory(store)
@@ -107,6 +109,7 @@ class RpcWorker:
         except BaseException:
             self._stop()
             raise
+        self._is_listed = True
         self._keep_house_later()
 
     # Calling
@@ -279,6 +282,24 @@ class RpcWorker:
         with translate_errors("wait_for_workers", workers=", ".join(wanted)):
             self._directory.wait(wanted, self.timeout_s if timeout_s is None else timeout_s)
 
+    def meet(self, what: str, num_workers: int, *, timeout_s: float | None = None) -> None:
+        """Until as many workers have come to the same point."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        with translate_errors(f"rpc {what}", num_workers=num_workers):
+            self._directory.meet(what, num_workers, limit_s)
+
+    def leave_together(self, num_workers: int, timeout_s: float) -> None:
+        """Until as many workers have come to their end, and none needs the store any more that worker 0 may host."""
+        self.meet("end", num_workers, timeout_s=timeout_s)
+        self._unlist()
+        with translate_errors("rpc end", num_workers=num_workers):
+            self._directory.meet("left", num_workers, timeout_s, waits=self.info.id == 0)
+
+    def settle_calls(self) -> None:
+        """Until all calls of this worker have ended, in whatever way."""
+        for link in self._links.connections():
+            link.settle_all()
+
     def connections(self) -> ConnectionPoolStats:
         """The links to other workers."""
         return self._links.stats()
@@ -333,7 +354,7 @@ class RpcWorker:
         value.wait_until_created()
         with self._lock:
             self._given.append((time.monotonic() + self._lease_s, value))
-        return [value.owner_name, value.key]
+        return [value.owner_name(), value.key]
 
     def open_reference(self, packed: list[Any]) -> RRef:
         """A reference that was given to us."""
@@ -418,9 +439,14 @@ class RpcWorker:
                 return
             self.is_closed = True
         try:
-            self._directory.remove(self.info)
+            self._unlist()
         finally:
             self._stop()
+
+    def _unlist(self) -> None:
+        if self._is_listed:
+            self._is_listed = False
+            self._directory.remove(self.info)
 
     def _stop(self) -> None:
         self.is_closed = True

@@ -86,6 +86,11 @@ class ConnectionPool(Generic[P]):
                     self._num_expired += not connection.is_lost
                     connection.close()
 
+    def connections(self) -> list[P]:
+        """Those that are there."""
+        with self._lock:
+            return list(self._connections.values())
+
     def stats(self) -> ConnectionPoolStats:
         """As of now."""
         with self._lock:

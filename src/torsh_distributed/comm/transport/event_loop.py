@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_LONGEST_WAIT_S = 1e6
+"""What epoll takes."""
 
 
 class EventLoop:
@@ -105,7 +107,7 @@ class EventLoop:
             with self._lock:
                 wait_s = self._timers[0][0] - time.monotonic()
                 if wait_s > 0:
-                    return wait_s
+                    return min(wait_s, _LONGEST_WAIT_S)
                 callback = heapq.heappop(self._timers)[2]
             try:
                 callback()

@@ -135,7 +135,7 @@ class Lane:
         poller = select.poll()
         poller.register(self._fd, select.POLLOUT)
         while (remaining_s := deadline_s - time.monotonic()) > 0:
-            poller.poll(remaining_s * 1000 + 1)
+            poller.poll(min(remaining_s, 1e6) * 1000 + 1)
             with self._lock:
                 self._flush()
                 if not any(view.obj is last.obj for view in self._unsent):

@@ -21,6 +21,8 @@ from torsh_distributed.rpc.messages.encoding import ValueRegistry, encode
 from torsh_distributed.rpc.messages.lane_pair import CANCEL, ERROR, ITEM, MORE, REPLY, LanePair
 from torsh_distributed.rpc.messages.remote_errors import remote_error
 
+_LONGEST_POLL_S = 1e6
+"""What poll takes."""
 _MOST_UNREAD = 64
 """Calls under way, after which sending another one also reads what has arrived."""
 
@@ -122,6 +124,11 @@ class Link:
         while not pending.is_done:
             self._advance(pending)
 
+    def settle_all(self) -> None:
+        """Wait for everything that is under way."""
+        for pending in list(self._pending.values()):
+            self.settle(pending)
+
     def wait_for_item(self, pending: PendingCall) -> bool:
         """Wait until a stream has an item; False if it has ended."""
         assert pending.items is not None, "of a stream"
@@ -199,7 +206,7 @@ class Link:
                 remaining_s = pending.deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     return
-                ready = self._poller.poll(remaining_s * 1000 + 1)
+                ready = self._poller.poll(min(remaining_s, _LONGEST_POLL_S) * 1000 + 1)
                 self._reading.acquire()
                 self._read_and_deliver([self._by_fd[fd] for fd, _ in ready])
         finally:

@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, cast
 
+from torch.futures import Future as TorchFuture
 from typing_extensions import override
 
 from torsh_distributed.comm.transport.event_loop import EventLoop
@@ -128,3 +129,18 @@ class RemoteStream(Iterator[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def as_torch_future(future: RemoteFuture) -> TorchFuture[Any]:
+    """A future of torch that ends with this one."""
+    ended: TorchFuture[Any] = TorchFuture()
+
+    def end(done: Any) -> None:
+        error = done.exception()
+        if error is None:
+            ended.set_result(done.result())
+        else:
+            ended.set_exception(cast(Any, error))  # torch's stubs want a type variable
+
+    future.add_done_callback(end)
+    return ended

@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from torch.futures import Future as TorchFuture
 
 from torsh_distributed.errors import InvalidArgument, OperationTimeout, TorshError
 from torsh_distributed.rpc.messages.lane_pair import ERROR, ITEM, REPLY, STREAM
 from torsh_distributed.rpc.messages.remote_errors import describe_error
 from torsh_distributed.rpc.serving.exposed import Exposed
 
+_TORCH_FUTURE = cast(type[TorchFuture[Any]], TorchFuture.__bases__[0])
+"""What `then` returns."""
 _current: contextvars.ContextVar[ServedCall | None] = contextvars.ContextVar("torsh_rpc_call", default=None)
 
 
@@ -129,6 +133,8 @@ class ServedCall:
         if isinstance(result, Future):
             result.add_done_callback(self._take_future)
             self.on_cancel(result.cancel)
+        elif isinstance(result, _TORCH_FUTURE):
+            result.add_done_callback(self._take_torch_future)
         elif isinstance(result, Generator):
             if self._kind != STREAM:
                 result.close()
@@ -157,6 +163,14 @@ class ServedCall:
             self._fail(error)
         else:
             self._reply(done.result())
+
+    def _take_torch_future(self, done: TorchFuture[Any]) -> None:
+        try:
+            value = done.value()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._reply(value)
 
     # Streams: the function goes on only while the caller has room, and no thread waits for it.
 
