@@ -96,8 +96,6 @@ def _top() -> dict[str, Names]:
             **_public(pipeline_module, "PipelineModule"),
             **_public(microbatch_loop, "DeepSpeedDataLoader"),
             **_public(script_helpers, "logger", "log_dist", "OnDevice"),
-            "DeepSpeedOptimizerCallable": Callable[..., Optimizer],
-            "DeepSpeedSchedulerCallable": Callable[..., Any],
             "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
             "HAS_TRITON": False,
         },
@@ -253,9 +251,12 @@ def _zero() -> dict[str, Names]:
         },
         "deepspeed.runtime.zero.stage_1_and_2": early,
         "deepspeed.runtime.zero.stage2": early,
-        "deepspeed.runtime.zero.utils": _public(
-            optimizer_kinds, "ZeRORuntimeException", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_supported_optimizer"
-        ),
+        "deepspeed.runtime.zero.utils": {
+            **_public(param_access, "is_zero_param"),
+            **_public(
+                optimizer_kinds, "ZeRORuntimeException", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_supported_optimizer"
+            ),
+        },
     }
 
 
@@ -276,7 +277,12 @@ def _optimizers() -> dict[str, Names]:
 
 
 def _engines() -> Names:
-    return {**_public(deepspeed_engine, "DeepSpeedEngine"), "DeepSpeedOptimizer": Optimizer}
+    return {
+        **_public(deepspeed_engine, "DeepSpeedEngine"),
+        "DeepSpeedOptimizer": Optimizer,
+        "DeepSpeedOptimizerCallable": Callable[..., Optimizer],
+        "DeepSpeedSchedulerCallable": Callable[..., Any],
+    }
 
 
 def _config() -> Names:

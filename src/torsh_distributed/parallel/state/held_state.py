@@ -57,6 +57,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    is_whole: bool = False
+    """Whether it is one value for the whole parameter, equal on all ranks, and not a part of one like it."""
 
 
 @runtime_checkable
@@ -180,11 +182,10 @@ def optimizer_state(
 
 
 def _layout_of_stored(parts: StateParts, name: str, param: Tensor, stored: StoredTensor) -> WholeLayout:
-    """Of a stored value: one number, or the shape of this rank's part of the parameter."""
-    like = parts.like(param)
-    if not stored.shape or (_is_one_number(stored.shape) and stored.shape != tuple(local_part_of(like).shape)):
+    """Of a stored value: a scalar, one for the whole parameter, or the shape of this rank's part of it."""
+    if not stored.shape or stored.is_whole:
         return StateParts().layout(name, torch.empty(stored.shape, device="meta"))
-    return parts.layout(name, like)
+    return parts.layout(name, parts.like(param))
 
 
 def _is_one_number(shape: Sequence[int]) -> bool:

@@ -41,6 +41,15 @@ class MasterWeights(Optimizer):
         self._grads: dict[int, Tensor] = {}
         super().__init__(list(inner.param_groups), dict(inner.defaults))
         self.param_groups = inner.param_groups
+        inner.register_state_dict_pre_hook(self._give_state)
+
+    def _give_state(self, inner: Optimizer) -> None:
+        """Scripts ask for `engine.optimizer.optimizer.state_dict()`: between steps, by the parameters in its groups."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        inner.state.clear()
+        for param in params:
+            if param in self.state:
+                inner.state[param] = {key: value for key, value in self.state[param].items() if key != MASTER}
 
     @property
     def loss_scale(self) -> float:
@@ -106,9 +115,7 @@ class MasterWeights(Optimizer):
             for group, params in zip(self.param_groups, before, strict=True):
                 group["params"] = params
         for param, master in pairs:
-            values = self.optimizer.state.pop(master)
-            self.state[param].update(values)
-            self.optimizer.state[param] = values  # as its groups have it: scripts ask for its state_dict()
+            self.state[param].update(self.optimizer.state[master])
             _held(param).copy_(_held(master))
             master.grad = None
         self._forget_grads()
@@ -149,9 +156,15 @@ class MasterWeights(Optimizer):
 
     def stored_state(self, param: Tensor) -> Mapping[str, StoredTensor]:
         """What a checkpoint keeps of a parameter: its master and the inner optimizer's state."""
+        kept = self.state.get(param, {})
         return {
-            key: StoredTensor(tuple(_held(value).shape), value.dtype, lambda value=value: _held(value.detach()))  # type: ignore[misc]  # mypy cannot infer the lambda
-            for key, value in self.state.get(param, {}).items()
+            key: StoredTensor(
+                tuple(_held(value).shape),
+                value.dtype,
+                lambda value=value: _held(value.detach()),  # type: ignore[misc]  # mypy cannot infer the lambda
+                is_whole=not _has_form_of(value, kept[MASTER]),
+            )
+            for key, value in kept.items()
             if isinstance(value, Tensor)
         }
 
@@ -172,6 +185,11 @@ class MasterWeights(Optimizer):
 def _held(tensor: Tensor) -> Tensor:
     """What this rank holds of it. Not by type: importing DTensor takes a second that many jobs need not spend."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _has_form_of(value: Tensor, master: Tensor) -> bool:
+    """Whether a value is sharded as the master is; what an optimizer keeps of a whole parameter is not."""
+    return value.shape == master.shape and hasattr(value, "device_mesh") == hasattr(master, "device_mesh")
 
 
 def _in_form_of(like: Tensor, local: Tensor) -> Tensor:

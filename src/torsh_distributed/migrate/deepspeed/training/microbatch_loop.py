@@ -22,6 +22,7 @@ from torsh_distributed.migrate.deepspeed.training.run_settings import RunSetting
 from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
+from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.train.engine import Engine
 
 
@@ -167,6 +168,7 @@ class MicrobatchLoop:
     def finish_gradients(self) -> None:
         """Before the update: average what backward did not; every rank calls this."""
         self._num_open, self._is_scaled_by_hand = 0, False
+        self._refuse_unused()
         replicas = self._replicas
         if replicas is None:
             return
@@ -175,6 +177,22 @@ class MicrobatchLoop:
             self._overlaps = all(all_gather_object(mine)) if replicas.process_group.size() > 1 else mine
         with events.phase("backward"):
             replicas.sync_gradients()
+
+    def _refuse_unused(self) -> None:
+        """A parameter without a gradient is an error if the config of stage 1 or 2 says so, on all ranks alike."""
+        ignores = self._settings.value("zero_optimization.ignore_unused_parameters", True)
+        if ignores or self._settings.stage not in (1, 2):
+            return
+        named = self._core.unwrapped.named_parameters()
+        unused = [name for name, param in named if param.requires_grad and param.grad is None]
+        everywhere: list[list[str]] = all_gather_object(unused)
+        require(
+            not any(everywhere),
+            "This assert indicates that your module has parameters that were not used in producing loss. You can avoid"
+            " it by (1) enable ignore_unused_parameters option in zero_optimization config; (2) making sure all"
+            " trainable parameters and `forward` function outputs participate in calculating loss.",
+            parameters=sorted({plain_name(name) for names in everywhere for name in names}),
+        )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._settings.autocast_dtype

@@ -14,8 +14,9 @@ from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as whole_fp32_weights
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import SHARED, read_engine_state
+from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of, safe_set_full_fp32_param, trained_param
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
-from torsh_distributed.parallel.state.whole_state import StateParts
+from torsh_distributed.parallel.state.whole_state import StateParts, plain_name
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -56,7 +57,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights to `output_dir` as one file: `pytorch_model.bin`, or `model.safetensors`."""
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
@@ -68,8 +69,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load a checkpoint's weights into a model of one process."""
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    """Load a checkpoint's weights into a model of one process, or into an engine's module, on every rank."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if all(owner_of(trained_param(param)) is None for param in model.parameters()):
+        model.load_state_dict(state, strict=False)
+        return model
+    for name, param in model.named_parameters():
+        value = state.get(plain_name(name))
+        if value is not None:
+            safe_set_full_fp32_param(param, value)
+            if trained_param(param) is not param:  # stage 2 shows whole parameters beside the shards
+                param.data.copy_(value)
+    buffers = {plain_name(name): value for name, value in model.named_buffers()}
+    for name in buffers.keys() & state.keys():
+        buffers[name].copy_(state[name])
     return model
 
 

@@ -63,6 +63,11 @@ def mark(param: Any) -> None:
     param.ds_param_type = ZeroParamType.PARTITIONED
 
 
+def is_zero_param(parameter: object) -> bool:
+    """Whether a parameter is sharded, as DeepSpeed marks it."""
+    return hasattr(parameter, "ds_id")
+
+
 def make_whole(param: Any, gathered: nn.Parameter) -> None:
     """Until `make_sharded`, whatever is done to `param` is done to `gathered`. Any: a DTensor, as its class changes."""
     param.ds_whole = gathered
