@@ -50,45 +50,49 @@ PLANS: dict[str, dict[str, dict[str, object]]] = {
 }
 
 
-def _compare_state(made: Made, source: Path) -> None:
-    """With what ds_to_universal wrote."""
+def _state_differences(made: Made, source: Path) -> list[str]:
+    """What is not as ds_to_universal wrote it."""
     state = open_checkpoint(source)
-    assert made.universal.keys() >= {*MATRICES, *VECTORS}
+    wrong = [name for name in (*MATRICES, *VECTORS) if name not in made.universal]
     for name in (*MATRICES, *VECTORS):  # it also has 16-bit copies of tied and frozen weights
         for entry, expected in made.universal[name].items():
             full = f"model.{name}" if entry == "fp32" else f"optimizer.state.{name}.{entry}"
-            assert torch.equal(state.whole(full).flatten(), expected.flatten()), f"{source}: {full}"
-        assert state.whole(f"optimizer.state.{name}.step") == NUM_STEPS - state.facts.skipped_steps
+            if not torch.equal(state.whole(full).flatten(), expected.flatten()):
+                wrong.append(f"{source}: {full}")
+        if state.whole(f"optimizer.state.{name}.step") != NUM_STEPS - state.facts.skipped_steps:
+            wrong.append(f"{source}: step of {name}")
     groups = state.values["optimizer"]["param_groups"]
-    assert [group["params"] for group in groups] == [MATRICES, VECTORS]
-    assert [group.get("weight_decay", "not in the file") for group in groups] in ([0.1, 0.0], ["not in the file"] * 2)
+    if [group["params"] for group in groups] != [MATRICES, VECTORS]:
+        wrong.append(f"{source}: groups")
+    decays = [group.get("weight_decay", "not in the file") for group in groups]
+    return wrong if decays in ([0.1, 0.0], ["not in the file"] * 2) else [*wrong, f"{source}: weight_decay"]
 
 
-def _compare_weights(made: Made, source: Path) -> None:
-    """With what zero_to_fp32 reads."""
+def _weight_differences(made: Made, source: Path) -> list[str]:
+    """What is not as zero_to_fp32 reads it."""
     found = fp32_weights(source)
-    assert found.keys() == OddModel().state_dict().keys() >= made.weights.keys()
-    for name, value in made.weights.items():
-        assert torch.equal(found[name].float(), value.float()), name
+    missing = [name for name in (*OddModel().state_dict(), *made.weights) if name not in found]
+    differ = [name for name, value in made.weights.items() if not torch.equal(found[name].float(), value.float())]
+    return missing + differ
 
 
 @pytest.mark.parametrize("case", [case for case in QUICK if case[0] != "0"])
 def test_weights_and_moments_are_what_deepspeeds_tools_read(real: RealCheckpoints, case: str) -> None:
-    _compare_state(real.made[0][case], real.directory / case)
-    _compare_state(real.made[0][case], real.directory / case / "universal")
-    _compare_weights(real.made[0][case], real.directory / case)
+    assert _state_differences(real.made[0][case], real.directory / case) == []
+    assert _state_differences(real.made[0][case], real.directory / case / "universal") == []
+    assert _weight_differences(real.made[0][case], real.directory / case) == []
 
 
 @pytest.mark.parametrize("case", [case for case in FURTHER if case[0] != "0"])
 def test_so_they_are_in_other_formats(further: RealCheckpoints, case: str) -> None:
-    _compare_weights(further.made[0][case], further.directory / case)
+    assert _weight_differences(further.made[0][case], further.directory / case) == []
     if case.endswith(("elastic_checkpoint", "round_robin_gradients")):
         # The same training. DeepSpeed's converter does not read the first, and swaps names in the second, where its
         # zero_to_fp32 does not.
-        _compare_state(further.made[0]["2-fp32-parameter_alignment"], further.directory / case)
+        assert _state_differences(further.made[0]["2-fp32-parameter_alignment"], further.directory / case) == []
         return
-    _compare_state(further.made[0][case], further.directory / case)
-    _compare_state(further.made[0][case], further.directory / case / "universal")
+    assert _state_differences(further.made[0][case], further.directory / case) == []
+    assert _state_differences(further.made[0][case], further.directory / case / "universal") == []
 
 
 def test_stages_of_a_pipeline_are_one_model(deepspeed_world: DeepSpeedWorld, tmp_path: Path) -> None:
