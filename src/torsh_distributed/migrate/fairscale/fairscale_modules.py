@@ -17,6 +17,11 @@ VERSION = "0.4.13"
 _EXPERTS = "td.MoELayer is ours, with its gate (expert.num_experts_per_token = 2 of a plan); mesh.ep spreads experts"
 _FLAT = "FSDP2 shards each parameter; nothing is flattened"
 _STAGES = "pipelines between processes are mesh.pp of a plan"
+_OF_FSDP = {
+    "auto_wrap_bn": "wrap batch norms with mixed_precision=False, or set precision.buffer_dtype in a plan",
+    "TrainingState": "FSDP2 checks the order of calls itself",
+    "no_pre_load_state_dict_hook": "load_state_dict takes whole tensors by plain name",
+}
 _NOT_HERE = {
     "fairscale.nn": {
         "MOELayer": _EXPERTS,
@@ -32,10 +37,8 @@ _NOT_HERE = {
     "fairscale.nn.model_parallel": dict.fromkeys(
         ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"), "seed ranks with torch.manual_seed"
     ),
-    "fairscale.nn.data_parallel": {
-        "auto_wrap_bn": "wrap batch norms with mixed_precision=False, or set precision.buffer_dtype in a plan",
-        "TrainingState": "FSDP2 checks the order of calls itself",
-    },
+    "fairscale.nn.data_parallel": _OF_FSDP,
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": _OF_FSDP,
     "fairscale.nn.pipe": {
         "AsyncPipe": _STAGES,
         "PipeRPCWrapper": _STAGES,
@@ -147,7 +150,7 @@ def _split_models() -> dict[str, dict[str, Any]]:
     loss = _public(model_parallel, "vocab_parallel_cross_entropy")
     root = "fairscale.nn.model_parallel"
     return {
-        root: {**groups, **layers, **mappings},
+        root: {**groups, **layers, **mappings, **loss},
         f"{root}.initialize": groups,
         f"{root}.layers": layers,
         f"{root}.mappings": mappings,
