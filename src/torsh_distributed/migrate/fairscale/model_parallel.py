@@ -156,7 +156,29 @@ def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
     return gather_last(input_, whole, get_model_parallel_group())
 
 
-class FairscaleColumnLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """A linear layer of which each rank holds a part of the weight, cut along `dim`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        init_method: InitMethod,
+        *,
+        dim: int,
+        stride: int,
+        bias_size: int | None,
+        keeps_whole: bool,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        whole = _whole(out_features, in_features, init_method)
+        self.weight = nn.Parameter(_cut(whole, dim, stride))
+        self.bias = None if bias_size is None else nn.Parameter(torch.zeros(bias_size))
+        self.master_weight = whole if keeps_whole else None
+
+
+class FairscaleColumnLinear(_SplitLinear):
     """`ColumnParallelLinear`: the outputs are split; `gather_output` joins them."""
 
     def __init__(
@@ -169,13 +191,17 @@ class FairscaleColumnLinear(nn.Module):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        self.output_size_per_partition = _share(out_features, "out_features")
-        whole = _whole(out_features, in_features, init_method)
-        self.weight = nn.Parameter(_cut(whole, 0, stride))
-        self.bias = nn.Parameter(torch.zeros(self.output_size_per_partition)) if bias else None
-        self.master_weight = whole if keep_master_weight_for_test else None
+        share = _share(out_features, "out_features")
+        super().__init__(
+            in_features,
+            out_features,
+            init_method,
+            dim=0,
+            stride=stride,
+            bias_size=share if bias else None,
+            keeps_whole=keep_master_weight_for_test,
+        )
+        self.gather_output, self.output_size_per_partition = gather_output, share
 
     def get_master_weight(self) -> Tensor:
         """The whole weight; every rank of the model group calls this."""
@@ -187,7 +213,7 @@ class FairscaleColumnLinear(nn.Module):
         return gather_from_model_parallel_region(part) if self.gather_output else part
 
 
-class FairscaleRowLinear(nn.Module):
+class FairscaleRowLinear(_SplitLinear):
     """`RowParallelLinear`: the inputs are split, the outputs summed."""
 
     def __init__(
@@ -200,13 +226,17 @@ class FairscaleRowLinear(nn.Module):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
-        self.input_size_per_partition = _share(in_features, "in_features")
-        whole = _whole(out_features, in_features, init_method)
-        self.weight = nn.Parameter(_cut(whole, 1, stride))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.master_weight = whole if keep_master_weight_for_test else None
+        share = _share(in_features, "in_features")
+        super().__init__(
+            in_features,
+            out_features,
+            init_method,
+            dim=1,
+            stride=stride,
+            bias_size=out_features if bias else None,
+            keeps_whole=keep_master_weight_for_test,
+        )
+        self.input_is_parallel, self.input_size_per_partition = input_is_parallel, share
 
     def get_master_weight(self) -> Tensor:
         """The whole weight; every rank of the model group calls this."""
@@ -219,7 +249,26 @@ class FairscaleRowLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
+class _SplitEmbedding(nn.Module):
+    """An embedding of which each rank holds a part, cut along `dim`."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod,
+        *,
+        dim: int,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.weight = nn.Parameter(_cut(_whole(num_embeddings, embedding_dim, init_method), dim))
+
+
+class VocabParallelEmbedding(_SplitEmbedding):
     """An embedding whose rows are split over the ranks."""
 
     def __init__(
@@ -233,14 +282,14 @@ class VocabParallelEmbedding(nn.Module):
         sparse: bool = False,
         init_method: InitMethod = init.xavier_normal_,
     ) -> None:
-        super().__init__()
         _refuse(padding_idx=padding_idx, max_norm=max_norm)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.num_embeddings_per_partition = _share(num_embeddings, "num_embeddings")
-        self.vocab_start_index = get_model_parallel_rank() * self.num_embeddings_per_partition
-        self.vocab_end_index = self.vocab_start_index + self.num_embeddings_per_partition
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.weight = nn.Parameter(_cut(_whole(num_embeddings, embedding_dim, init_method), 0))
+        share = _share(num_embeddings, "num_embeddings")
+        super().__init__(
+            num_embeddings, embedding_dim, init_method, dim=0, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+        )
+        self.num_embeddings_per_partition = share
+        self.vocab_start_index = get_model_parallel_rank() * share
+        self.vocab_end_index = self.vocab_start_index + share
 
     @override
     def forward(self, input_: Tensor) -> Tensor:
@@ -250,7 +299,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_model_parallel_region(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
 
-class FairscaleNarrowEmbedding(nn.Module):
+class FairscaleNarrowEmbedding(_SplitEmbedding):
     """`ParallelEmbedding`: the columns are split over the ranks, and joined."""
 
     def __init__(
@@ -265,12 +314,12 @@ class FairscaleNarrowEmbedding(nn.Module):
         init_method: InitMethod = init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
         _refuse(max_norm=max_norm)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.embedding_dim_per_partition = _share(embedding_dim, "embedding_dim")
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.weight = nn.Parameter(_cut(_whole(num_embeddings, embedding_dim, init_method), 1))
+        share = _share(embedding_dim, "embedding_dim")
+        super().__init__(
+            num_embeddings, embedding_dim, init_method, dim=1, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+        )
+        self.padding_idx, self.embedding_dim_per_partition = padding_idx, share
 
     @override
     def forward(self, input_: Tensor) -> Tensor:
