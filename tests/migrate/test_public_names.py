@@ -1,35 +1,33 @@
-"""A kept table of the public names of other libraries, by module: present, refused (with a sentence), or absent.
+"""Every public name of Horovod and FairScale is here, refused with a sentence, or listed as absent on its page.
 
-`names/LIBRARY.ini` has a section for each module; one that cannot be imported has `module = refused` or `absent` in it.
-To change it, change the list of names and run `python -m tests.migrate.test_public_names LIBRARY`, which writes what
-becomes of each.
+As for DeepSpeed (`deepspeed/surface/test_public_names.py`), whose names raise when they are used, not when imported:
+`names/LIBRARY.txt` lists modules with their names, and a page of the reference says what becomes of each. A change that
+loses or refuses one changes the page. A module without names in the list cannot be imported.
 """
 
 from __future__ import annotations
 
-import configparser
 import importlib
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from torsh_distributed.migrate.deepspeed.surface.refused_names import RefusedName
-from torsh_distributed.migrate.stand_in import install, uninstall
+from tests.bed.world import ROOT
+from torsh_distributed.migrate.stand_in import STAND_INS, install, uninstall
 
-NAMES = Path(__file__).with_name("names")
-LIBRARIES = sorted(path.stem for path in NAMES.glob("*.ini"))
-VERDICTS = ("present", "refused", "absent")
+TITLES = {"fairscale": "FairScale", "horovod": "Horovod"}
 _LISTS_MODULES = ", which has: "
-"""How the error ends for a module that nothing else is said about."""
+"""In the error of a module that nothing else is said about."""
 
 
-def read(library: str) -> configparser.ConfigParser:
-    found = configparser.ConfigParser(delimiters=("=",))
-    found.read(NAMES / f"{library}.ini")
-    return found
+def listed(library: str) -> dict[str, list[str]]:
+    text = (Path(__file__).with_name("names") / f"{library}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {module: names.split() for module, _, names in (line.partition(":") for line in lines)}
 
 
 def imported(name: str) -> ModuleType | str:
@@ -43,54 +41,57 @@ def imported(name: str) -> ModuleType | str:
 def verdict(module: ModuleType, name: str) -> str:
     """What becomes of `from module import name`."""
     try:
-        found = getattr(module, name)
-        return "refused" if isinstance(found, RefusedName) else "present" if found is not None else "absent"
+        return "absent" if getattr(module, name) is None else "present"
     except AttributeError:
         return "absent"
     except ImportError:
         return "refused"
 
 
-def verdicts(library: str) -> dict[str, dict[str, str]]:
-    """By module of the table: what is found of it now, in the form of the table."""
-    found: dict[str, dict[str, str]] = {}
-    table = read(library)
-    for section in table.sections():
-        module = imported(section)
+def page(library: str) -> str:
+    """The reference page; the stand-in is installed."""
+    title, version = TITLES[library], importlib.import_module(STAND_INS[library]).VERSION
+    lines = [
+        f"# {title}'s names",
+        "",
+        f"What becomes of the public names of {title} {version} under `torsh run --as {library}`. Importing a refused",
+        "name or module raises; the message says what to use.",
+        f"[The guide](../guides/from-{library}.md) says how the others differ.",
+        "",
+    ]
+    for name, names in listed(library).items():
+        lines += [f"## {name}", "", "```text"]
+        module = imported(name)
         if isinstance(module, str):
-            found[section] = {"module": module}
-            continue
-        names = sorted({name for key in VERDICTS for name in table[section].get(key, "").split()})
-        by_name = {name: verdict(module, name) for name in names}
-        found[section] = {
-            key: " ".join(name for name in names if by_name[name] == key) for key in VERDICTS if key in by_name.values()
-        }
-    return found
+            lines.append(f"{module}: the module")
+        else:
+            verdicts = {one: verdict(module, one) for one in names}
+            for kind in ("present", "refused", "absent"):
+                found = [one for one in names if verdicts[one] == kind]
+                text = f"{kind}: {' '.join(found)}"
+                lines += textwrap.wrap(text, 120, subsequent_indent="    ") if found else []
+        lines += ["```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def path_of(library: str) -> Path:
+    return ROOT / "docs" / "reference" / f"{library}.md"
 
 
 @pytest.fixture
-def _installed(request: pytest.FixtureRequest) -> Iterator[None]:
-    library = request.getfixturevalue("library")
+def _installed(library: str) -> Iterator[None]:
     install(library)
     yield
     uninstall(library)
 
 
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_name_of_the_library_has_the_verdict_that_the_table_says(library: str) -> None:
-    table = read(library)
-    kept = {
-        section: {key: " ".join(sorted(value.split())) for key, value in table[section].items()}
-        for section in table.sections()
-    }
-    assert verdicts(library) == kept
+@pytest.mark.parametrize("library", TITLES)
+def test_the_page_says_what_becomes_of_every_name(library: str) -> None:
+    assert path_of(library).read_text() == page(library), f"python -m {__name__}"
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:] or LIBRARIES:
+    for one in sys.argv[1:] or TITLES:
         install(one)
-        written = configparser.ConfigParser(delimiters=("=",))
-        written.read_dict(verdicts(one))
-        with (NAMES / f"{one}.ini").open("w") as file:
-            written.write(file)
+        path_of(one).write_text(page(one))
