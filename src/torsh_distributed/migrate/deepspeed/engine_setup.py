@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
 from torsh_distributed.migrate.deepspeed.zero.optimizer_kinds import mark_optimizer, refuse_untested
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
+from torsh_distributed.parallel.offload.storage.tiers import DiskTier
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.engine import Engine
@@ -312,10 +315,11 @@ def choose_scheduler(settings: RunSettings, given: Any, inner: Optimizer, outer:
 def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     """The model over the world as the config's stage says, with fp32 masters where it computes in 16 bits."""
     on_host = settings.offloads_optimizer and rank_device().type != "cpu"
-    if settings.value("zero_optimization.offload_optimizer.device") == "nvme":
-        _log.warning("zero_optimization.offload_optimizer: state is kept in host memory, not under nvme_path")
-    has_masters = (settings.dtype is not torch.float32 and not settings.has_fp32_shards) or on_host
-    optimizer = MasterWeights(inner, on_host=on_host, dtype=settings.master_dtype) if has_masters else inner
+    disk = _disk_of(settings)
+    has_masters = (settings.dtype is not torch.float32 and not settings.has_fp32_shards) or on_host or disk is not None
+    optimizer = inner
+    if has_masters:
+        optimizer = MasterWeights(inner, on_host=on_host, dtype=settings.master_dtype, disk=disk)
     for group in optimizer.param_groups:
         # A frozen parameter has no master, and groups that became empty are dropped, as in DeepSpeed.
         group["params"] = [param for param in group["params"] if param.requires_grad]
@@ -324,6 +328,16 @@ def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     if isinstance(core.optimizer, MasterWeights):
         core.optimizer.make_masters(core.strategy.state_parts().like)
     return core
+
+
+def _disk_of(settings: RunSettings) -> DiskTier | None:
+    """Where the optimizer's state is kept with `device` nvme: a file of this rank under `nvme_path`, of any size."""
+    section = settings.value("zero_optimization.offload_optimizer")
+    if not isinstance(section, Mapping) or section.get("device") != "nvme":
+        return None
+    folder = Path(str(section["nvme_path"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    return DiskTier(folder, sys.maxsize)
 
 
 def core_plan(settings: RunSettings, *, is_trained: bool = True) -> Plan:

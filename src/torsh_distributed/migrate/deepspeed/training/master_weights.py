@@ -2,7 +2,8 @@
 
 As in DeepSpeed's fp16 and bf16: the module computes in 16 bits, its gradients are reduced in 16 bits, and what the
 optimizer sees is fp32. The masters are sharded as the parameters are. With `on_host` they and the optimizer's state are
-in host memory, and so is the update (ZeRO-Offload).
+in host memory, and so is the update (ZeRO-Offload). With a disk they are in a file there, mapped into memory for the
+update (ZeRO-Infinity's optimizer).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
+from torsh_distributed.parallel.offload.storage.tiers import Allocation, DiskTier
 from torsh_distributed.parallel.state.held_state import StoredTensor
 from torsh_distributed.parallel.torch_internals import _foreach_mul_
 
@@ -31,13 +33,23 @@ class MasterWeights(Optimizer):
     of `inner` with the master beside it.
     """
 
-    def __init__(self, inner: Optimizer, *, on_host: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        on_host: bool = False,
+        dtype: torch.dtype = torch.float32,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """`disk`: keeps masters and state; the update is in host memory then."""
         self.optimizer = inner
+        self.disk = disk
+        self._on_disk: list[Allocation] = []
         self.gradient_factor: float | Tensor = 1.0
         """Multiplies gradients once they are fp32, in the next step: undoes the loss scale and clips."""
         self.loss_scaler: LossScaler | None = None
         """The engine's loss scale, which scripts read here."""
-        self._on_host, self._dtype = on_host, dtype
+        self._on_host, self._dtype = on_host or disk is not None, dtype
         self._grads: dict[int, Tensor] = {}
         super().__init__(list(inner.param_groups), dict(inner.defaults))
         self.param_groups = inner.param_groups
@@ -115,16 +127,30 @@ class MasterWeights(Optimizer):
             for group, params in zip(self.param_groups, before, strict=True):
                 group["params"] = params
         for param, master in pairs:
-            self.state[param].update(self.optimizer.state[master])
+            for key, value in self.optimizer.state[master].items():
+                self.state[param][key] = value if key in self.state[param] else self._kept(value)
             _held(param).copy_(_held(master))
             master.grad = None
         self._forget_grads()
+        for allocation in self._on_disk:
+            allocation.drop_pages()
+
+    def _kept(self, value: Any) -> Any:
+        """State where it is kept from now on: on disk, if there is one and it is more than a number."""
+        if self.disk is None or not isinstance(value, Tensor) or not value.dim():
+            return value
+        local = _held(value.detach())
+        place = self.disk.allocate(local.numel() * local.element_size(), "the state of a parameter")
+        self._on_disk.append(place)
+        stored = place.tensor.view(local.dtype).view(local.shape)
+        stored.copy_(local)
+        return _in_form_of(value, stored)
 
     def _master_of(self, param: Tensor) -> nn.Parameter:
         local = _held(param).detach()
         # A copy even if the dtype is the same: the master is not the parameter.
         made = local.to("cpu" if self._on_host else local.device, self._dtype, copy=True)
-        return nn.Parameter(_in_form_of(param, made))
+        return nn.Parameter(self._kept(_in_form_of(param, made)))
 
     def _give_grad(self, master: Tensor, grad: Tensor) -> Tensor:
         """Set the master's gradient; returns what this rank holds of it. DTensors are slower to make than to refill."""
@@ -176,8 +202,10 @@ class MasterWeights(Optimizer):
         for key, value in state.items():
             if key == MASTER and isinstance(kept.get(MASTER), Tensor):
                 _held(kept[MASTER]).detach().copy_(_held(value))
+            elif isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and self.disk is not None:
+                _held(kept[key]).copy_(_held(value))
             elif isinstance(value, Tensor) and self._on_host:
-                kept[key] = value.to("cpu")
+                kept[key] = self._kept(value.to("cpu"))
             else:
                 kept[key] = value
 
