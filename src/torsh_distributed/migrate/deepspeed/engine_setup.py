@@ -25,6 +25,7 @@ from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import cast_params
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.migrate.deepspeed.training.sparse_embeddings import average_dense
 from torsh_distributed.migrate.deepspeed.training.untrained_model import untrained_core
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
@@ -259,6 +260,7 @@ def make_engine(
             cast_params(model, torch.float32, None)  # they start from rounded values, as masters do
         inner = choose_optimizer(settings, model, optimizer, model_parameters)
         refuse_untested(inner, settings)
+        average_dense(model, inner, settings)
         core = spread(model, settings, inner)
         mark_optimizer(core.optimizer, settings)
     else:
