@@ -253,7 +253,7 @@ class RpcWorker:
         proved = prove(sock, self._secret, PROTOCOL, is_server=False, timeout_s=_CONNECT_S, tls=tls_beyond(sock))
         Connection(proved, _HELLO_LIMITS, _CONNECT_S).send([HELLO, key, name, self.name])
         limits = small_limits() if name == "small" else payload_limits(self._most_payload_bytes)
-        return Lane(proved, limits, open_message, self._loop)
+        return Lane(proved, limits, open_message, self._loop, takes_files=name == "payload")
 
     # Who is there
 

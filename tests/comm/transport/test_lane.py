@@ -36,7 +36,9 @@ def loop() -> Iterator[EventLoop]:
 
 @pytest.fixture
 def ends(loop: EventLoop) -> Iterator[tuple[Lane, Lane]]:
-    both = [Lane(ProvedSocket(sock, None), LIMITS, open_plainly, loop) for sock in socket.socketpair()]
+    both = [
+        Lane(ProvedSocket(sock, None), LIMITS, open_plainly, loop, takes_files=True) for sock in socket.socketpair()
+    ]
     yield both[0], both[1]
     for lane in both:
         lane.close()

@@ -38,11 +38,22 @@ _WOULD_BLOCK = (BlockingIOError, InterruptedError)
 class Lane:
     """Errors are OSError; after one the lane is of no use. Any thread sends; one at a time receives."""
 
-    def __init__(self, proved: ProvedSocket, limits: FrameLimits, open_message: OpenMessage, loop: EventLoop) -> None:
-        """`loop` sends what callers that may not wait leave behind, and reads if `watch` says so."""
+    def __init__(
+        self,
+        proved: ProvedSocket,
+        limits: FrameLimits,
+        open_message: OpenMessage,
+        loop: EventLoop,
+        *,
+        takes_files: bool = False,
+    ) -> None:
+        """`loop` sends what callers that may not wait leave behind, and reads if `watch` says so.
+
+        `takes_files`: descriptors may be handed over, where the socket can; looking for them makes every read slower.
+        """
         sock = proved.sock
         sock.setblocking(False)
-        self.takes_files = sock.family == socket.AF_UNIX
+        self.takes_files = takes_files and sock.family == socket.AF_UNIX
         """Whether descriptors can be handed over."""
         self._raw = sock
         self._sock: socket.socket | _EncryptedSocket = sock

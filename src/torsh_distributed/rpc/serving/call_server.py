@@ -257,7 +257,7 @@ class CallServer:
             hello, _ = Connection(proved, _HELLO_LIMITS, PROOF_TIMEOUT_S).receive()
             key, name, caller = _checked_hello(hello)
             limits = small_limits() if name == "small" else payload_limits(self._most_payload_bytes)
-            lane = Lane(proved, limits, open_message, self._loops[name])
+            lane = Lane(proved, limits, open_message, self._loops[name], takes_files=name == "payload")
         except BaseException:
             proved.sock.close()
             raise
