@@ -113,6 +113,16 @@ def what_cannot_travel() -> Any:
     return {"inner": [object()]}
 
 
+@rpc.expose(inline=True)
+def misbehave_inline(how: str) -> Any:
+    if how == "raise":
+        raise ValueError("inline")
+    if how == "later":
+        later.append(Future())
+        return later[-1]
+    return [object()] if how == "list" else object()
+
+
 def not_exposed() -> None:
     seen.append("called")
 

@@ -108,6 +108,21 @@ def test_errors_have_their_type_and_the_traceback_of_the_callee(caller: RpcWorke
         caller.call("callee", there.fail, ("own",))
 
 
+def test_inline_functions_fail_and_reply_later_as_others_do(caller: RpcWorker) -> None:
+    with pytest.raises(ValueError, match="inline"):
+        caller.call("callee", there.misbehave_inline, ("raise",))
+    for how in ("list", "object"):
+        with pytest.raises(SerializationError, match=r"the result.* cannot be sent: it is a object"):
+            caller.call("callee", there.misbehave_inline, (how,))
+    future = caller.call_async("callee", there.misbehave_inline, ("later",))
+    assert caller.call("callee", there.echo, (1,)) == 1
+    there.later[0].set_result(5)
+    assert future.result() == 5
+    with pytest.raises(TypeError):
+        caller.call("callee", there.echo, (1, 2, 3))
+    assert caller.call("callee", there.echo, (), {"value": 7}) == 7
+
+
 def test_only_what_is_exposed_can_be_called(caller: RpcWorker) -> None:
     with pytest.raises(InvalidArgument, match="no function of this name"):
         caller.call("callee", there.not_exposed)

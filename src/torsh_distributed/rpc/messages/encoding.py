@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -159,8 +160,27 @@ class _Encoder:
         return TABLE_BYTES.pack(len(self.table) - 1)
 
 
+class _PlainPacker(threading.local):
+    """Packs plain values, which most small calls have, without the cost of making a packer for each."""
+
+    def __init__(self) -> None:
+        self.pack = msgpack.Packer(strict_types=True).pack
+
+
+_plain = _PlainPacker()
+
+
 def encode(message: list[Any], registry: ValueRegistry) -> Encoded:
     """A message as bytes. SerializationError, with the path, if a part of it cannot travel."""
+    try:
+        body = _plain.pack(message)
+    except (TypeError, ValueError, OverflowError):
+        return _encode_all(message, registry)
+    return Encoded([], body, [], 0) if len(body) <= HEAD_BYTES // 2 else _encode_all(message, registry)
+
+
+def _encode_all(message: list[Any], registry: ValueRegistry) -> Encoded:
+    """What has more than plain values in it."""
     encoder = _Encoder(registry)
     try:
         try:

@@ -22,7 +22,7 @@ _current: contextvars.ContextVar[ServedCall | None] = contextvars.ContextVar("to
 
 
 def current_call() -> ServedCall | None:
-    """The call that this function serves; None outside of one."""
+    """The call that this function serves; None outside of one, and in inline functions, which take no time."""
     return _current.get()
 
 
@@ -127,9 +127,10 @@ class ServedCall:
         finally:
             _current.reset(token)
             self._args, self._kwargs = [], {}
-        self._take(result)
+        self.take(result)
 
-    def _take(self, result: Any) -> None:
+    def take(self, result: Any) -> None:
+        """Answer with what the function has returned, now or when it is done."""
         if isinstance(result, Future):
             result.add_done_callback(self._take_future)
             self.on_cancel(result.cancel)
