@@ -243,3 +243,45 @@ class ObjectTable:
         with self._lock:
             for key in self._leases.expired(time.monotonic()):
                 self._objects.pop(key, None)
+
+
+class HeldReferences:
+    """What this process holds of others' objects and its own, and what it gave away lately. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], int] = {}
+        self._given: list[tuple[float, RRef]] = []
+
+    def add(self, owner: str, key: str) -> None:
+        """One more reference."""
+        with self._lock:
+            self._counts[owner, key] = self._counts.get((owner, key), 0) + 1
+
+    def remove(self, owner: str, key: str) -> bool:
+        """One less; whether it was the last."""
+        with self._lock:
+            self._counts[owner, key] -= 1
+            if self._counts[owner, key]:
+                return False
+            del self._counts[owner, key]
+            return True
+
+    def give(self, reference: RRef, until_s: float) -> None:
+        """Keep a reference that another process will hold, until it does."""
+        with self._lock:
+            self._given.append((until_s, reference))
+
+    def forget_given(self, now_s: float) -> None:
+        """Let go of those whose takers have had their time."""
+        with self._lock:
+            given, self._given = self._given, [entry for entry in self._given if entry[0] > now_s]
+        del given  # without the lock, which collected references take
+
+    def by_owner(self) -> dict[str, list[str]]:
+        """The keys that are held, for each owner."""
+        found: dict[str, list[str]] = {}
+        with self._lock:
+            for owner, key in self._counts:
+                found.setdefault(owner, []).append(key)
+        return found

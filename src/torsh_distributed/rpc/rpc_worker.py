@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,32 +11,22 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.meeting.network_interface import listening_address
-from torsh_distributed.comm.transport.connection import Connection, open_socket
 from torsh_distributed.comm.transport.connection_pool import ConnectionPool, ConnectionPoolStats
 from torsh_distributed.comm.transport.event_loop import EventLoop
 from torsh_distributed.comm.transport.frames import FrameLimits
-from torsh_distributed.comm.transport.lane import Lane
 from torsh_distributed.comm.transport.listener import listen_on_node
-from torsh_distributed.comm.transport.proof import prove, tls_beyond
-from torsh_distributed.comm.trust.job_secret import is_loopback_address
-from torsh_distributed.errors import CommunicationError, InvalidArgument, TorshError, translate_errors
+from torsh_distributed.errors import InvalidArgument, TorshError, translate_errors
+from torsh_distributed.rpc.calling.connecting import listen_on_network, open_lanes
 from torsh_distributed.rpc.calling.link import Link, PendingCall
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, RemoteStream
 from torsh_distributed.rpc.directory import WorkerDirectory, WorkerInfo
-from torsh_distributed.rpc.messages.decoding import open_message
 from torsh_distributed.rpc.messages.lane_pair import (
     CALL,
-    HELLO,
-    PROTOCOL,
     REMOTE,
     STREAM,
-    LanePair,
-    payload_limits,
-    small_limits,
 )
-from torsh_distributed.rpc.references import ObjectTable, RRef
-from torsh_distributed.rpc.serving.call_server import LANE_NAMES, CallServer
+from torsh_distributed.rpc.references import HeldReferences, ObjectTable, RRef
+from torsh_distributed.rpc.serving.call_server import CallServer
 from torsh_distributed.rpc.serving.exposed import TABLE, Exposed, ExposeOptions
 from torsh_distributed.rpc.serving.served_call import ServedCall, current_call
 
@@ -84,8 +71,7 @@ class RpcWorker:
         self._directory = WorkerDirectory(store)
         self._secret = self._directory.secret()
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], int] = {}
-        self._given: list[tuple[float, RRef]] = []
+        self._held = HeldReferences()
         self._names_by_id: dict[int, str] = {}
         self._num_remote = 0
         self._loop = EventLoop("rpc-replies")
@@ -93,7 +79,7 @@ class RpcWorker:
             f"@{function.__name__}": Exposed(f"@{function.__name__}", function, ExposeOptions(inline=True))
             for function in (self.fetch, self.renew, self.release, self.echo)
         }
-        unix, tcp = listen_on_node("rpc"), _listen_on_network(host)
+        unix, tcp = listen_on_node("rpc"), listen_on_network(host)
         self._server = CallServer(
             [unix, *([] if tcp is None else [tcp])],
             self._secret,
@@ -230,30 +216,10 @@ class RpcWorker:
         return link
 
     def _connect(self, name: str) -> Link:
-        info = self._directory.find(name)
-        key = secrets.token_hex(16)
-        pair = LanePair(self._most_payload_bytes)
-        try:
-            for lane_name in LANE_NAMES:
-                setattr(pair, lane_name, self._open_lane(info, key, lane_name))
-        except OSError as error:
-            pair.close()
-            if isinstance(error, TorshError):
-                raise
-            raise CommunicationError(
-                f"worker {name!r} cannot be reached: {error}",
-                hint="it may have ended; look at its output, and whether its node can be reached from here",
-                worker=name,
-                address=str(info.address),
-            ) from error
+        pair = open_lanes(
+            self._directory.find(name), self._secret, self.name, self._loop, most_payload_bytes=self._most_payload_bytes
+        )
         return Link(name, pair, self)
-
-    def _open_lane(self, info: WorkerInfo, key: str, name: str) -> Lane:
-        sock = open_socket(info.address, _CONNECT_S)
-        proved = prove(sock, self._secret, PROTOCOL, is_server=False, timeout_s=_CONNECT_S, tls=tls_beyond(sock))
-        Connection(proved, _HELLO_LIMITS, _CONNECT_S).send([HELLO, key, name, self.name])
-        limits = small_limits() if name == "small" else payload_limits(self._most_payload_bytes)
-        return Lane(proved, limits, open_message, self._loop, takes_files=name == "payload")
 
     # Who is there
 
@@ -352,8 +318,7 @@ class RpcWorker:
         if not isinstance(value, RRef):
             return None
         value.wait_until_created()
-        with self._lock:
-            self._given.append((time.monotonic() + self._lease_s, value))
+        self._held.give(value, time.monotonic() + self._lease_s)
         return [value.owner_name(), value.key]
 
     def open_reference(self, packed: list[Any]) -> RRef:
@@ -365,17 +330,11 @@ class RpcWorker:
 
     def holds(self, owner: str, key: str) -> None:
         """This process has one more reference to an object."""
-        with self._lock:
-            self._held[owner, key] = self._held.get((owner, key), 0) + 1
+        self._held.add(owner, key)
 
     def let_go(self, owner: str, key: str) -> None:
         """One reference less; with the last one the owner is told."""
-        with self._lock:
-            self._held[owner, key] -= 1
-            if self._held[owner, key]:
-                return
-            del self._held[owner, key]
-        if not self.is_closed:
+        if self._held.remove(owner, key) and not self.is_closed:
             # On another thread: this one may be in the middle of anything when a reference is collected.
             self._server.threads.submit(lambda: self._tell_owner(owner, "@release", key))
 
@@ -418,15 +377,9 @@ class RpcWorker:
 
     def _keep_house(self) -> None:
         """Renew what this process holds; forget what nobody holds, and connections that nobody uses."""
-        now_s = time.monotonic()
-        keys: dict[str, list[str]] = {}
-        with self._lock:
-            given, self._given = self._given, [entry for entry in self._given if entry[0] > now_s]
-            for owner, key in self._held:
-                keys.setdefault(owner, []).append(key)
-        del given  # references may be collected here, which takes the lock
-        for owner, owned in keys.items():
-            self._tell_owner(owner, "@renew", owned)
+        self._held.forget_given(time.monotonic())
+        for owner, keys in self._held.by_owner().items():
+            self._tell_owner(owner, "@renew", keys)
         self.objects.drop_expired()
         self._links.close_idle()
 
@@ -461,12 +414,3 @@ class RpcWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _listen_on_network(host: str | None) -> socket.socket | None:
-    """A port for callers on other nodes; None where the job stays on this one."""
-    if host is None:
-        host = listening_address(os.environ)
-        if is_loopback_address(host):
-            return None
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

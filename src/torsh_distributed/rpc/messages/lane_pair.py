@@ -21,6 +21,7 @@ from torsh_distributed.errors import SerializationError
 from torsh_distributed.rpc.messages.encoding import HEAD_BYTES, Encoded, sealed_file
 
 PROTOCOL = b"TORSHRC1"
+LANE_NAMES = ("small", "payload")
 SMALL_BYTES = 1 << 16
 """Payloads below travel with the small messages."""
 STREAM_WINDOW = 16

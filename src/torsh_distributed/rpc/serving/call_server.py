@@ -30,6 +30,7 @@ from torsh_distributed.rpc.messages.lane_pair import (
     CANCEL,
     ERROR,
     HELLO,
+    LANE_NAMES,
     MORE,
     PROTOCOL,
     REMOTE,
@@ -51,7 +52,6 @@ _MOST_CALLS = 1024
 _MOST_UNSENT_BYTES = 8 << 20
 """Answers that a caller does not read; nothing more is read from it then."""
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple, Tensor})
-LANE_NAMES = ("small", "payload")
 _HELLO_LIMITS = FrameLimits(head_bytes=1 << 12)
 
 
