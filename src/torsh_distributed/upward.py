@@ -13,6 +13,9 @@ from typing import Any
 DEEPSPEED_READER = "torsh_distributed.migrate.deepspeed.config.deepspeed_config:from_deepspeed"
 """`plan`: `Plan.from_deepspeed` is where users look for it; the reader knows plans."""
 
+BEST_PLAN = "torsh_distributed.planner.search.auto_plan:best_plan"
+"""`plan`: `Plan.auto` is where users look for it; the planner knows plans and models."""
+
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 

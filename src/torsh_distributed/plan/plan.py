@@ -104,6 +104,17 @@ class Plan(PlanSections):
         found: tuple[Plan, Any] = upward.load(upward.DEEPSPEED_READER)(source, **options)
         return found
 
+    @staticmethod
+    def auto(model: Any, **options: Any) -> Plan:
+        """The plan with the shortest predicted step among all legal ones that fit, for a model on any device.
+
+        Options: `world_size`; `machine`, a description by name such as "h100" or by file (left out: this machine,
+        measured); `base`, a plan with batch, formats and all else that stays; `optimizer`, `memory_bytes`, `sequence`,
+        `example`, `is_simple`. See `planner.search`. Raises InvalidArgument, with the nearest plan, if none fits.
+        """
+        found: Plan = upward.load(upward.BEST_PLAN)(model, **options)
+        return found
+
     @classmethod
     def _from_values(cls, given: SourceValues, *, where: str) -> Self:
         problems = list(given.problems)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_app import torsh
+from torsh_distributed.plan import Plan
 
 pytestmark = pytest.mark.ranks
 
@@ -56,6 +57,16 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
     done = torsh("demo", "--plan", str(plan))
     assert done.returncode == 1
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
+
+
+def test_the_planner_chooses_the_demos_plan(tmp_path: Path) -> None:
+    done = torsh("demo", "gpt", "--plan", "auto", "--steps", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "planned for this machine: " in done.stdout
+    plan = Plan.load(tmp_path / "plan.toml")
+    plan.validate(2)
+    assert plan.training.batch_size == 32
+    assert "2 ranks" in done.stdout
 
 
 @pytest.mark.matrix

@@ -82,7 +82,7 @@ def test_the_model_is_as_before() -> None:
 def test_equal_blocks_are_traced_once() -> None:
     profile = profile_model(char_gpt())
     assert (len(profile.blocks), profile.num_blocks) == (1, 4)
-    assert profile.all_params().numel() == sum(param.numel() for param in char_gpt().parameters())
+    assert profile.all_params.numel() == sum(param.numel() for param in char_gpt().parameters())
 
 
 def test_what_tensor_parallelism_splits_is_known() -> None:
@@ -114,7 +114,7 @@ def test_frozen_layers_keep_nothing_and_have_no_backward() -> None:
     block = profile.blocks[0]
     assert not block.saved
     assert block.total_flops == block.forward_flops
-    assert profile.all_params().numel(trained_only=True) == 32 * 4 + 4
+    assert profile.all_params.numel(trained_only=True) == 32 * 4 + 4
 
 
 def test_a_tied_head_counts_once() -> None:
@@ -122,7 +122,7 @@ def test_a_tied_head_counts_once() -> None:
     model.head.weight = model.token.weight
     profile = profile_model(model)
     assert profile.tied_numel == model.token.weight.numel()
-    assert profile.all_params().numel() == sum(param.numel() for param in model.parameters())
+    assert profile.all_params.numel() == sum(param.numel() for param in model.parameters())
 
 
 class ByValue(nn.Module):
@@ -171,6 +171,6 @@ def test_a_model_of_seven_billion_is_traced_by_one_block() -> None:
     found = find_model("llama")
     profile = profile_model(found.model, Plan(precision={"dtype": "bf16"}), sequence=2048)
     assert (len(profile.blocks), profile.num_blocks) == (1, 32)
-    assert profile.all_params().numel() == pytest.approx(6.74e9, rel=0.01)
+    assert profile.all_params.numel() == pytest.approx(6.74e9, rel=0.01)
     # Six for each parameter that multiplies and token, and attention.
     assert profile.step_flops(1) == pytest.approx(6 * 6.6e9 * 2048 * 1.05, rel=0.1)

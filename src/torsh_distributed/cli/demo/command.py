@@ -34,7 +34,10 @@ def demo(
         typer.Argument(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
     ] = DemoName.GPT,
     nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Local workers.")] = 2,
-    plan: Annotated[Path | None, typer.Option(help="Plan file; its section `training` replaces the demo's.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Plan file; its section `training` replaces the demo's. auto: the best for these workers."),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; wins over the plan.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/NAME by default.")] = None,
     report: Annotated[
@@ -49,9 +52,11 @@ def demo(
     prometheus_port: PrometheusPort = None,
 ) -> None:
     """Train a demo on local workers: progress, a summary, a loss curve."""
+    directory = out or Path("runs") / name.value
+    if plan == Path("auto"):
+        plan = _chosen_plan(name.value, steps, nproc_per_node, directory)
     chosen = plan_for(name.value, plan, steps)
     chosen.validate(nproc_per_node)
-    directory = out or Path("runs") / name.value
     args = ["--demo", name.value, "--out", str(directory)]
     if plan is not None:
         args += ["--plan", str(plan)]
@@ -76,3 +81,19 @@ def demo(
         ),
     )
     raise typer.Exit(launch_job(spec))
+
+
+def _chosen_plan(name: str, steps: int | None, num_ranks: int, directory: Path) -> Path:
+    """The file with the plan that the planner chooses for the demo on this machine."""
+    from torsh_distributed.plan import Plan
+    from torsh_distributed.train.demos import DEMOS
+
+    base = plan_for(name, None, steps)
+    demo = DEMOS[name](base)
+    inputs, _ = next(iter(demo.loader))
+    found = Plan.auto(demo.model, world_size=num_ranks, base=base, example=(inputs,))
+    typer.echo(f"planned for this machine: {found.mesh.equation} ranks")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "plan.toml"
+    found.save(path, with_defaults=False)
+    return path

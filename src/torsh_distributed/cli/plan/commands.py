@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torsh_distributed.cli.plan.auto_command import auto
 from torsh_distributed.cli.plan.fit_command import fit
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # What only some of these commands need is imported by them: checking a plan takes a quarter of a second.
 app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
 
+app.command("auto")(auto)
 app.command("fit")(fit)
 
 PlanFile = Annotated[

@@ -98,7 +98,7 @@ def fit(
     question = MemoryQuestion(profile, optimizer_named(optimizer), world, limit * (1 - reserve))
     table = question.table(resolved)
     console = Console()
-    params = profile.all_params()
+    params = profile.all_params
     console.print(
         f"{profile.name}: {params.numel() / 1e9:,.3g} billion parameters in {profile.num_blocks} blocks"
         f" ({len(profile.blocks)} distinct), {profile.tokens_per_sample} tokens a sample; loss: {profile.loss_note};"

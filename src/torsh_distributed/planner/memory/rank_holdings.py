@@ -46,11 +46,12 @@ class RankHoldings:
         self.is_sharded = shards_params(plan)
         self.shard = plan.mesh.shard
         self.compute_size = ITEMSIZE[plan.precision.dtype]
-        kinds = self.profile.all_params().numel_of
+        kinds = self.profile.all_params.numel_of
         self.param_size = max((kind.itemsize for kind in kinds), default=4)
         self.gather_size = self.compute_size if plan.precision.dtype != "fp32" else self.param_size
         self.reduce_size = ITEMSIZE.get(plan.precision.reduce_dtype, self.gather_size)
         self.chain = self.profile.chain()
+        self._kept: dict[tuple[int, bool], float] = {}
         self.recomputed = self._recomputed()
         has_buckets = not self.is_sharded and plan.mesh.pp == 1 and plan.mesh.data_degree * plan.mesh.cp > 1
         has_many = plan.training.gradient_accumulation > 1 or plan.mesh.pp > 1
@@ -142,6 +143,12 @@ class RankHoldings:
 
     def kept(self, index: int) -> float:
         """What block `index` keeps of one microbatch until its backward."""
+        key = (self.profile.order[index], self.recomputed[index])
+        if key not in self._kept:
+            self._kept[key] = self._kept_by_block(index)
+        return self._kept[key]
+
+    def _kept_by_block(self, index: int) -> float:
         block = self.chain[index]
         on_host = self.plan.activation.offload_to_cpu and self.device_type != "cpu"
         if on_host:

@@ -32,7 +32,6 @@ def stage_parts(profile: ModelProfile, plan: Plan) -> list[list[StagePart]]:
     if pp == 1:
         return [[StagePart(0, profile.num_blocks, has_before=True, has_after=True)]]
     # Here: it imports torch's schedules, which takes a second.
-    from torsh_distributed.parallel.pipeline.layer_partition import partition
     from torsh_distributed.parallel.pipeline.schedule import stages_of_rank
 
     num_stages = pp * config.stages_per_rank
@@ -40,7 +39,7 @@ def stage_parts(profile: ModelProfile, plan: Plan) -> list[list[StagePart]]:
     for around, place in ((profile.before, 0), (profile.after, -1)):
         if costs and (config.balance == "parameters" or around.forward_flops.at(1) > 0):
             costs[place] += around.params.numel()
-    starts = (*partition(costs, num_stages), profile.num_blocks)
+    starts = (*_starts(tuple(costs), num_stages), profile.num_blocks)
     parts = [
         StagePart(starts[stage], starts[stage + 1], has_before=stage == 0, has_after=stage == num_stages - 1)
         for stage in range(num_stages)
@@ -49,6 +48,13 @@ def stage_parts(profile: ModelProfile, plan: Plan) -> list[list[StagePart]]:
         [parts[stage] for stage in stages_of_rank(config.schedule, rank, num_ranks=pp, num_stages=num_stages)]
         for rank in range(pp)
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _starts(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+    from torsh_distributed.parallel.pipeline.layer_partition import partition
+
+    return partition(costs, num_stages)
 
 
 def microbatches_in_flight(config: PipelineConfig, pp: int, rank: int) -> list[dict[int, int]]:

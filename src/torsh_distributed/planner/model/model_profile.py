@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -153,6 +154,7 @@ class ModelProfile:
         """The blocks in the order in which they run."""
         return [self.blocks[index] for index in self.order]
 
+    @functools.cached_property
     def all_params(self) -> ParamCounts:
         """The parameters of the whole model."""
         return ParamCounts.sum_of([self.before.params, *(block.params for block in self.chain()), self.after.params])

@@ -1,0 +1,125 @@
+"""`torsh plan auto`: the best plans for a model on some GPUs, why not the others, and a plan file that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torsh_distributed.cli.plan.fit_command import (
+    Assignments,
+    Memory,
+    ModelName,
+    OptimizerName,
+    PlanOption,
+    Reserve,
+    Sequence,
+    memory_bytes,
+)
+from torsh_distributed.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from torsh_distributed.planner.machine.machine_profile import MachineProfile
+    from torsh_distributed.planner.search.ranking import RankedPlan, Ranking
+
+_SHOWN = 10
+
+
+def auto(
+    model: ModelName,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="Number of ranks, each with a device.")] = 1,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine", metavar="NAME", help="h100, a100-80gb, … or a .toml file; else this machine, measured."
+        ),
+    ] = None,
+    memory: Memory = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")] = None,
+    plan: PlanOption = None,
+    sequence: Sequence = None,
+    optimizer: OptimizerName = "AdamW",
+    reserve: Reserve = 0.05,
+    assignments: Assignments = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+    *,
+    simple: Annotated[bool, typer.Option("--simple", help="Replicas and shards only.")] = False,
+    rejected: Annotated[bool, typer.Option("--rejected", help="Also why other layouts were not taken.")] = False,
+) -> None:
+    """Choose a plan: every legal layout, by predicted step time, and a plan file that runs as it is.
+
+    Batch, formats and all other keys come from --plan and --set. Nothing is started; predictions are estimates, and
+    inputs that were not measured are named.
+    """
+    base = Plan.compose(plan, environ=os.environ, command_line=assignments or ())
+    if batch is not None:
+        base = base.replace(training={"batch_size": batch})
+    from rich.console import Console
+
+    from torsh_distributed.planner.machine.machine_profile import machine_named
+    from torsh_distributed.planner.machine.this_machine import this_machine
+    from torsh_distributed.planner.model.model_source import find_model
+    from torsh_distributed.planner.search.auto_plan import nearest, no_plan, ranked_plans
+
+    chosen = this_machine(gpus) if machine is None else machine_named(machine)
+    found = find_model(model)
+    ranking = ranked_plans(
+        found.model,
+        world_size=gpus,
+        machine=chosen,
+        base=base,
+        optimizer=optimizer,
+        memory_bytes=None if memory is None else memory_bytes(memory),
+        reserve=reserve,
+        sequence=sequence,
+        example=found.example,
+        is_simple=simple,
+    )
+    console = Console()
+    if ranking.plans:
+        console.print(_table(ranking.plans[:_SHOWN], base.training.batch_size), highlight=False)
+    for line in _notes(ranking, chosen, rejected=rejected):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if not ranking.plans:
+        console.print(f"{no_plan(ranking, chosen)}; {nearest(ranking)}", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(1)
+    if output is not None:
+        ranking.plans[0].plan.save(output, with_defaults=False)
+        console.print(f"the first one is in {output}: torsh run --plan {output} …", highlight=False, soft_wrap=True)
+
+
+def _table(plans: list[RankedPlan], batch: int) -> Table:
+    from rich.table import Table
+
+    columns = ("", "mesh", "shards", "recomputed", "pass", "GB (estimate)", "step (estimate)", "samples/s", "longest")
+    shown = Table(*columns)
+    for number, one in enumerate(plans, 1):
+        plan = one.plan
+        largest = max(one.time.terms, key=lambda term: one.time.terms[term])
+        shown.add_row(
+            str(number),
+            plan.mesh.equation,
+            plan.fsdp.strategy if plan.mesh.shard > 1 else "",
+            plan.activation.strategy,
+            f"{one.memory.num_samples} samples",
+            f"{one.memory.peak_bytes / 1e9:.2f}",
+            f"{one.time.total_s * 1e3:,.1f} ms",
+            f"{batch / one.time.total_s:,.1f}",
+            largest,
+        )
+    return shown
+
+
+def _notes(ranking: Ranking, machine: MachineProfile, *, rejected: bool) -> list[str]:
+    lines = [f"{ranking.num_tried} plans tried, {len(ranking.plans)} layouts fit, on {machine.name}"]
+    if ranking.plans and ranking.plans[0].time.not_measured:
+        lines.append(f"not measured: {', '.join(ranking.plans[0].time.not_measured)}")
+    if rejected:
+        lines += [f"  {one.mesh}: {one.reason}" for one in ranking.rejections]
+    elif ranking.rejections:
+        lines.append(f"{len(ranking.rejections)} layouts were not taken; --rejected says why")
+    return lines

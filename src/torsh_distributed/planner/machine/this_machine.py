@@ -1,0 +1,96 @@
+"""Measures the machine that this runs on, in about a second: products, memory, launches."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from torsh_distributed.planner.machine.machine_profile import NOT_MEASURED, DeviceLink, MachineProfile, Rate
+
+_REPEATS = 7
+_SIDE = {"cpu": 384, "cuda": 4096}
+_COPIED_BYTES = {"cpu": 2**25, "cuda": 2**30}
+_ON_LINKS = f"{NOT_MEASURED}: a quarter of the memory's rate, for a copy into and out of shared memory"
+
+
+def this_machine(num_ranks: int = 1) -> MachineProfile:
+    """The machine at hand with `num_ranks` on it: its GPU if it has one, else its CPU, divided between the ranks.
+
+    Links between ranks are not measured here, and marked.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    threads = torch.get_num_threads()
+    if kind == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    try:
+        flops = {"fp32": _product_rate(device, torch.float32)}
+        low = _product_rate(device, torch.bfloat16) if kind == "cuda" else flops["fp32"]
+        rate = _copy_rate(device)
+        launch = _launch(device)
+    finally:
+        torch.set_num_threads(threads)
+    link = DeviceLink(Rate(launch.value, _ON_LINKS), Rate(rate.value / 4, _ON_LINKS))
+    return MachineProfile(
+        name=torch.cuda.get_device_name(0) if kind == "cuda" else "this machine's CPU",
+        device_type=kind,
+        memory_bytes=_memory_bytes(kind, num_ranks),
+        flops={**flops, "bf16": low, "fp16": low, "fp8": low},
+        memory_rate=rate,
+        launch_s=launch,
+        near=link,
+        far=link,
+        devices_per_node=max(num_ranks, torch.cuda.device_count()),
+    )
+
+
+def _memory_bytes(kind: str, num_ranks: int) -> float:
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / num_ranks
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, str]:
+    """The median of some runs, and what to say of it."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    times = times[1:]  # the first one allocates
+    middle = statistics.median(times)
+    spread = (max(times) - min(times)) / middle
+    return middle, f"measured {datetime.date.today().isoformat()}, spread {spread:.0%}"
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> Rate:
+    side = _SIDE[device.type]
+    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    seconds, source = _timed(lambda: left @ right, device)
+    return Rate(2 * side**3 / seconds, source)
+
+
+def _copy_rate(device: torch.device) -> Rate:
+    values = torch.ones(_COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(values)
+    seconds, source = _timed(lambda: target.copy_(values), device)
+    return Rate(2 * values.nbytes / seconds, source)
+
+
+def _launch(device: torch.device) -> Rate:
+    one = torch.ones(1, device=device)
+    count = 200
+
+    def many() -> None:
+        for _ in range(count):
+            one.add_(1)
+
+    seconds, source = _timed(many, device)
+    return Rate(seconds / count, source)

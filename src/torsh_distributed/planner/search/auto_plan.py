@@ -1,0 +1,80 @@
+"""The best plan for a model on some ranks of a machine: what `torsh plan auto` and `Plan.auto` give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.plan import Plan
+from torsh_distributed.planner.machine.machine_profile import MachineProfile, machine_named
+from torsh_distributed.planner.machine.this_machine import this_machine
+from torsh_distributed.planner.memory.memory_table import GB
+from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+from torsh_distributed.planner.model.profiling import profile_model
+from torsh_distributed.planner.search.model_limits import ModelLimits
+from torsh_distributed.planner.search.ranking import PlanSearch, Ranking
+
+DEFAULT_RESERVE = 0.05
+
+
+def ranked_plans(
+    model: nn.Module,
+    *,
+    world_size: int,
+    machine: MachineProfile,
+    base: Plan | None = None,
+    optimizer: str = "AdamW",
+    memory_bytes: float | None = None,
+    reserve: float = DEFAULT_RESERVE,
+    sequence: int | None = None,
+    example: Any = None,
+    is_simple: bool = False,
+) -> Ranking:
+    """Every legal layout of `world_size` ranks that fits, the fastest first, and why the others do not.
+
+    `base` gives batch, formats and all that the search leaves alone. `reserve` is the share of a device's memory
+    that stays free.
+    """
+    chosen = base or Plan()
+    search = PlanSearch(
+        profile=profile_model(model, chosen, sequence=sequence, example=example),
+        base=chosen,
+        machine=machine,
+        optimizer=optimizer_named(optimizer),
+        world_size=world_size,
+        limit_bytes=(memory_bytes or machine.memory_bytes) * (1 - reserve),
+        limits=ModelLimits(model),
+        is_simple=is_simple,
+    )
+    return search.rank()
+
+
+def best_plan(
+    model: nn.Module, *, world_size: int = 1, machine: str | None = None, base: Plan | None = None, **options: Any
+) -> Plan:
+    """The plan that `ranked_plans` has first. `machine` is a description by name or file; left out: this machine.
+
+    Raises InvalidArgument, with the nearest plan, if none fits.
+    """
+    chosen = this_machine(world_size) if machine is None else machine_named(machine)
+    ranking = ranked_plans(model, world_size=world_size, machine=chosen, base=base, **options)
+    if not ranking.plans:
+        raise InvalidArgument(no_plan(ranking, chosen), hint=nearest(ranking))
+    return ranking.plans[0].plan
+
+
+def no_plan(ranking: Ranking, machine: MachineProfile) -> str:
+    """That no plan fits, in a sentence."""
+    return (
+        f"none of {ranking.num_tried} plans fits into the memory of {machine.name}, {machine.memory_bytes / GB:.1f} GB"
+    )
+
+
+def nearest(ranking: Ranking) -> str:
+    """The plan that is nearest to fitting; else the first reason why there is none."""
+    if ranking.smallest is None:
+        return ranking.rejections[0].reason if ranking.rejections else "there is no layout of so many ranks"
+    size, mesh = ranking.smallest[1].peak_bytes / GB, ranking.smallest[0].mesh.equation
+    return f"the nearest needs {size:.2f} GB on a rank: {mesh}; take more or larger devices, or a smaller batch"

@@ -1,0 +1,32 @@
+"""`torsh plan auto`: a table of the best, reasons for the rest, and a plan file that loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from torsh_distributed.cli.plan.commands import app
+from torsh_distributed.plan import Plan
+
+MODEL = "tests.planner.live_memory:char_gpt"
+
+
+def test_the_plan_that_is_written_is_the_first_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    args = ["auto", MODEL, "--gpus", "4", "--machine", "h100", "--batch", "64", "-o", str(path), "--rejected"]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "not measured: " in shown.output
+    plan = Plan.load(path)
+    plan.validate(4)
+    assert plan.training.batch_size == 64
+    first = next(line for line in shown.output.splitlines() if line.startswith("│ 1"))
+    assert plan.resolve(4).mesh.equation in first
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    args = ["auto", MODEL, "--gpus", "4", "--machine", "h100", "--memory", "1MB"]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert shown.exit_code == 1
+    assert "the nearest needs" in shown.output

@@ -1,0 +1,78 @@
+"""The best plan: legal, fitting, and the one that arithmetic by hand would take."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.planner.live_memory import char_gpt, wide
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.plan import Plan
+from torsh_distributed.planner.machine.machine_profile import machine_named
+from torsh_distributed.planner.search.auto_plan import ranked_plans
+from torsh_distributed.planner.search.layouts import meshes
+from torsh_distributed.planner.search.ranking import Ranking
+
+BASE = Plan(training={"batch_size": 64})
+
+
+def ranked(model: nn.Module, *, world_size: int = 4, memory_bytes: float | None = None, **options: bool) -> Ranking:
+    machine = machine_named("a100-40gb")
+    return ranked_plans(
+        model, world_size=world_size, machine=machine, base=BASE, memory_bytes=memory_bytes, reserve=0.0, **options
+    )
+
+
+def test_every_plan_is_legal_fits_and_keeps_what_the_user_said() -> None:
+    found = ranked(char_gpt(), memory_bytes=60e6)
+    assert found.plans
+    for one in found.plans:
+        one.plan.validate(4)
+        assert one.memory.peak_bytes <= 60e6
+        assert one.plan.training.batch_size == 64
+    times = [one.time.total_s for one in found.plans]
+    assert all(one <= 1.03 * min(times[index:]) for index, one in enumerate(times)), "the fastest first, but for ties"
+
+
+def test_a_small_model_in_much_memory_is_replicated() -> None:
+    assert ranked(char_gpt()).plans[0].plan.mesh.degrees | {"dp": 4} == Plan(dp=4).mesh.degrees
+
+
+def test_less_memory_takes_shards_and_says_why_replicas_are_not() -> None:
+    found = ranked(wide(), memory_bytes=60e6)
+    assert found.plans[0].plan.mesh.dp < 4
+    reasons = {one.mesh: one.reason for one in found.rejections}
+    assert "more than there are" in reasons["dp 4"]
+
+
+def test_simple_looks_at_replicas_and_shards_only() -> None:
+    for one in ranked(char_gpt(), is_simple=True).plans:
+        assert (one.plan.mesh.tp, one.plan.mesh.pp) == (1, 1)
+
+
+def test_a_degree_that_the_heads_do_not_allow_is_rejected_in_a_sentence() -> None:
+    found = ranked(char_gpt(), world_size=8)
+    reasons = [one.reason for one in found.rejections if one.mesh == "tp 8"]
+    assert reasons
+    assert "heads" in reasons[0]
+
+
+def test_a_batch_that_does_not_divide_is_said() -> None:
+    found = ranked(char_gpt(), world_size=3)
+    assert any("a batch of 64 does not divide over 3 ranks" in one.reason for one in found.rejections)
+
+
+def test_every_mesh_has_all_ranks_once() -> None:
+    from torsh_distributed.planner.model.profiling import profile_model
+
+    found = list(meshes(16, profile_model(char_gpt()), devices_per_node=8))
+    for axes in found:
+        assert Plan(**axes).mesh.resolve(16).degrees == axes  # type: ignore[arg-type]
+    assert len(found) == len({tuple(axes.values()) for axes in found})
+
+
+def test_plan_auto_gives_the_first_or_says_what_is_nearest() -> None:
+    chosen = Plan.auto(char_gpt(), world_size=4, machine="a100-40gb", base=BASE)
+    chosen.validate(4)
+    with pytest.raises(InvalidArgument, match=r"none of \d+ plans fits(.|\n)*the nearest needs"):
+        Plan.auto(char_gpt(), world_size=4, machine="a100-40gb", base=BASE, memory_bytes=1e5)
