@@ -24,7 +24,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 ADOPTED = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 # The guides in reading order: a first hour, then by task. A test holds it against the folder.
 GUIDES = {
-    "A first hour": ["launch", "plan", "engine", "your-model", "checkpoints", "why-does-it-hang"],
+    "A first hour": [
+        "launch",
+        "plan",
+        "engine",
+        "your-model",
+        "checkpoints",
+        "eight-ranks-on-one-gpu",
+        "why-does-it-hang",
+    ],
     "Larger models": [
         "will-it-fit",
         "choosing-a-parallelism",

@@ -1,4 +1,4 @@
-"""The commands of README on a machine with GPUs: they train on them to the end, or say in one line why not."""
+"""The commands of README on a machine with GPUs: they train on them to the end, and say if ranks share one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.test_app import torsh
 pytestmark = [pytest.mark.ranks, pytest.mark.needs_cuda]
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "train.py"
-WHY_NOT = "computing on the CPU: "
+SHARED = "ranks share GPUs: "
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "moe"])
@@ -22,15 +22,15 @@ def test_a_demo_trains_on_every_gpu_and_shows_what_it_learned(name: str, tmp_pat
     assert done.returncode == 0, done.stderr
     assert f"{num_gpus} ranks on cpu:gloo,cuda:nccl" in done.stdout
     assert "the trained model says:" in done.stdout
-    assert WHY_NOT not in done.stdout + done.stderr
+    assert SHARED not in done.stdout + done.stderr
 
 
-def test_a_demo_with_more_ranks_than_gpus_says_in_one_line_why_it_uses_none(tmp_path: Path) -> None:
+def test_a_demo_with_more_ranks_than_gpus_shares_them_and_says_so_in_one_line(tmp_path: Path) -> None:
     num_ranks = torch.cuda.device_count() + 1
     done = torsh("demo", "mlp", "--steps", "12", "--nproc-per-node", str(num_ranks), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"{num_ranks} ranks on torsh" in done.stdout
-    assert (done.stdout + done.stderr).count(WHY_NOT) == 1
+    assert (done.stdout + done.stderr).count(SHARED) == 1
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -39,4 +39,11 @@ def test_the_script_of_readme_does_the_same(more: int) -> None:
     done = torsh("run", "--nproc-per-node", str(num_ranks), str(SCRIPT))
     assert done.returncode == 0, done.stderr
     assert "step 200: loss" in done.stdout
-    assert (done.stdout + done.stderr).count(WHY_NOT) == more
+    assert (done.stdout + done.stderr).count(SHARED) == more
+
+
+def test_workers_share_the_first_gpu_where_they_are_told_to() -> None:
+    done = torsh("run", "--nproc-per-node", "2", "--share-gpu", str(SCRIPT))
+    assert done.returncode == 0, done.stderr
+    assert "step 200: loss" in done.stdout
+    assert (done.stdout + done.stderr).count("2 ranks and 1 visible GPU") == 1

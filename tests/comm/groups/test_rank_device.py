@@ -1,4 +1,4 @@
-"""A rank computes on a GPU of its own; where there is not one for each, all compute on the CPU and one line says so."""
+"""A rank computes on a GPU of its own; where there is not one for each, ranks share them or use the CPU, and say so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.groups import rank_device as module
 from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_device
-from torsh_distributed.comm.meeting.rendezvous import join
+from torsh_distributed.comm.meeting.rendezvous import Roster, join
 from torsh_distributed.errors import InvalidArgument
 
 
@@ -22,8 +22,12 @@ def nothing_was_said() -> None:
 
 
 def device(local_rank: int, num_local_ranks: int, num_gpus: int, **facts: Any) -> str:
-    facts = {"has_gpu_each": num_local_ranks <= num_gpus, "backend": "torsh", **facts}
-    return str(rank_device(local_rank, num_local_ranks=num_local_ranks, num_gpus=num_gpus, **facts))
+    is_each = facts.get("has_gpu_each", num_local_ranks <= num_gpus)
+    roster = Roster((0,) * num_local_ranks, has_gpu_each=is_each, has_gpus=facts.get("has_gpus", num_gpus > 0))
+    backend = facts.get("backend", "torsh")
+    return str(
+        rank_device(local_rank, num_local_ranks=num_local_ranks, num_gpus=num_gpus, roster=roster, backend=backend)
+    )
 
 
 def test_without_a_gpu_it_is_the_cpu_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,16 +40,26 @@ def test_with_enough_it_is_the_gpu_of_the_local_rank() -> None:
     assert device(0, 1, 8) == "cuda:0"
 
 
-def test_with_too_few_it_is_the_cpu_for_all_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_too_few_they_are_shared_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="torsh_distributed"):
-        assert [device(rank, 2, 1) for rank in (0, 1, 0)] == ["cpu"] * 3
+        assert [device(rank, 4, 2) for rank in (0, 1, 2, 3, 0)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+    (record,) = caplog.records
+    assert "ranks share GPUs: 4 ranks and 2 visible GPUs on this node" in record.getMessage()
+
+
+@pytest.mark.parametrize("facts", [{"backend": "gloo"}, {"has_gpus": False}], ids=["gloo", "a node without"])
+def test_where_they_cannot_be_shared_it_is_the_cpu_for_all(
+    facts: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="torsh_distributed"):
+        assert [device(rank, 2, 1, **facts) for rank in (0, 1, 0)] == ["cpu"] * 3
     (record,) = caplog.records
     assert "computing on the CPU: 2 ranks and 1 visible GPU on this node" in record.getMessage()
 
 
 def test_another_nodes_lack_counts_too(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="torsh_distributed"):
-        assert device(0, 2, 2, has_gpu_each=False) == "cpu"
+        assert device(0, 2, 2, has_gpu_each=False, has_gpus=False) == "cpu"
     assert "another node has fewer visible GPUs than ranks" in caplog.text
 
 

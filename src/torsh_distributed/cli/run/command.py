@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -144,6 +145,7 @@ def _spec(
         forks_workers=workers.start_method is not StartMethod.SPAWN,
         env={
             **variables,
+            **(_first_gpu() if workers.share_gpu else {}),
             **({} if workers.plan is None else {"TORSH_PLAN": str(workers.plan.resolve())}),
             **trace_variables(output.trace, output.trace_limit_mb, num_ranks=size.num_nodes * size.num_workers),
         },
@@ -158,6 +160,11 @@ def _spec(
         elastic=size.elastic,
         port_range=None if nodes.port_range is None else parse_port_range(nodes.port_range),
     )
+
+
+def _first_gpu() -> dict[str, str]:
+    """Workers that see one GPU share it: `init()` then takes a backend that can."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"}
 
 
 def _describe(job: JobSpec) -> int:

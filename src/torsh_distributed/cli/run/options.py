@@ -76,6 +76,14 @@ class WorkerOptions(NamedTuple):
     ] = None
     module: Module = False
     no_python: NoPython = False
+    share_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--share-gpu",
+            help="Let all workers of a node compute on its first GPU, to develop and debug with many ranks.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = False
     role: Annotated[
         str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", rich_help_panel=_WORKERS)
     ] = "default"

@@ -3,17 +3,15 @@
 Why so many names: torch calls a group under two generations of them (`_allgather_base` and `all_gather_single`,
 `alltoall_base` and `all_to_all_single`, …), from Python and from C++ (DDP's reducer, functional collectives). Each
 unpacks its options, checks its tensors on this rank before anything is sent, and ends in `_start`; plain calls take
-the short path.
+the short path. Here are the collectives; messages and checks are in `group_calls.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,27 +20,24 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
 from torsh_distributed.comm.backends import operations
-from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.short_path import ShortPath, factor_of, parse_reduction
-from torsh_distributed.comm.backends.staging import (
-    Staged,
-    check_count,
-    check_numel,
-    check_rows,
-    check_same_dtype,
-    check_splits,
-    check_tensor,
+from torsh_distributed.comm.backends.executor import Body
+from torsh_distributed.comm.backends.group_calls import (
+    GroupCalls,
+    ReduceOpLike,
+    list_for,
+    only,
+    reduce_options,
+    refuse_unless_sum,
+    rooted_options,
+    timed_options,
 )
+from torsh_distributed.comm.backends.short_path import factor_of, parse_reduction
+from torsh_distributed.comm.backends.staging import check_count, check_numel, check_rows, check_splits
 from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
 from torsh_distributed.comm.meeting.monitored_barrier import meet_monitored
-from torsh_distributed.comm.recording.flight_recorder import recorder
-from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
-
-_Options = TypeVar("_Options")
-_ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class TorshProcessGroup(ShortPath):
+class TorshProcessGroup(GroupCalls):
     """A c10d process group whose bytes are moved by a wire.
 
     Collectives run in the order of the calls; sends and receives run beside them. With `asyncOp` the call returns at
@@ -55,31 +50,33 @@ class TorshProcessGroup(ShortPath):
     def allreduce(  # type: ignore[override]  # one signature for c10d's overloads
         self,
         tensors: list[Tensor] | Tensor,
-        opts: dist.AllreduceOptions | _ReduceOpLike | None = None,
+        opts: dist.AllreduceOptions | ReduceOpLike | None = None,
         timeout: timedelta | None = None,
         *,
-        op: _ReduceOpLike | None = None,
+        op: ReduceOpLike | None = None,
     ) -> dist.Work:
         """Fold one tensor over all ranks, in place."""
         if isinstance(opts, dist.AllreduceOptions) and self._all_reduce_at_once(tensors, opts):
             return self._finished
-        options = _reduce_options(dist.AllreduceOptions, opts if op is None else op, timeout)
-        tensor = _only(tensors, "all_reduce")
+        options = reduce_options(dist.AllreduceOptions, opts if op is None else op, timeout)
+        tensor = only(tensors, "all_reduce")
         call = self._new_call("all_reduce", options.timeout)
-        if tensor.layout == torch.sparse_coo:
-            _refuse_unless_sum(options.reduceOp)
-            body = partial(operations.all_reduce_sparse, self._wire, tensor)
+        if tensor.layout == torch.sparse_coo and tensor.is_cpu:
+            refuse_unless_sum(options.reduceOp)
+            body: Body = partial(operations.all_reduce_sparse, self._wire, tensor)
             return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
-        check_tensor(tensor, self._wire.name, "all_reduce")
+        self._check_tensor(tensor, "all_reduce")
         c10d_op = options.reduceOp
         ours, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
         fold = self._direct.get((hash(c10d_op), tensor.dtype))
-        if fold is None and factor is None and self._wire.supports(ours, tensor.dtype):
+        if not tensor.is_cpu:
+            fold = None
+        elif fold is None and factor is None and self._wire.supports(ours, tensor.dtype):
             fold = self._direct[hash(c10d_op), tensor.dtype] = self._wire.folder(ours, tensor.dtype)
         if fold is not None and tensor.is_contiguous():
             body = partial(fold, tensor)
         else:
-            body = partial(operations.all_reduce, self._wire, tensor, ours, factor)
+            body = self._body(tensor, operations.all_reduce, tensor, ours, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
@@ -91,9 +88,9 @@ class TorshProcessGroup(ShortPath):
         call = self._new_call("all_reduce_coalesced", options.timeout)
         bodies = []
         for tensor in tensors:
-            check_tensor(tensor, self._wire.name, call.operation)
+            self._check_tensor(tensor, call.operation)
             op = parse_reduction(options.reduceOp, tensor.dtype)
-            bodies.append(partial(operations.all_reduce, self._wire, tensor, op, factor_of(options.reduceOp)))
+            bodies.append(self._body(tensor, operations.all_reduce, tensor, op, factor_of(options.reduceOp)))
         return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=tensors)
 
     @override
@@ -101,21 +98,21 @@ class TorshProcessGroup(ShortPath):
         self,
         tensors: list[Tensor] | Tensor,
         opts: dist.ReduceOptions | int | None = None,
-        op: _ReduceOpLike = dist.ReduceOp.SUM,
+        op: ReduceOpLike = dist.ReduceOp.SUM,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
     ) -> dist.Work:
         """Fold one tensor over all ranks into the root's."""
-        options = _rooted_options(dist.ReduceOptions, opts if root is None else root, timeout)
+        options = rooted_options(dist.ReduceOptions, opts if root is None else root, timeout)
         if not isinstance(opts, dist.ReduceOptions):
             options.reduceOp = op  # type: ignore[assignment]  # converted by the setter
-        tensor = _only(tensors, "reduce")
+        tensor = only(tensors, "reduce")
         call = self._new_call("reduce", options.timeout)
-        check_tensor(tensor, self._wire.name, call.operation)
+        self._check_tensor(tensor, call.operation)
         at = self._check_rank(options.rootRank, call.operation)
         ours = parse_reduction(options.reduceOp, tensor.dtype)
-        body = partial(operations.reduce, self._wire, tensor, ours, factor_of(options.reduceOp), at)
+        body = self._body(tensor, operations.reduce, tensor, ours, factor_of(options.reduceOp), at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
@@ -123,20 +120,20 @@ class TorshProcessGroup(ShortPath):
         self,
         output_tensors: list[Tensor] | Tensor,
         input_tensors: list[list[Tensor]],
-        opts: dist.ReduceScatterOptions | _ReduceOpLike | None = None,
+        opts: dist.ReduceScatterOptions | ReduceOpLike | None = None,
         timeout: timedelta | None = None,
         *,
-        op: _ReduceOpLike | None = None,
+        op: ReduceOpLike | None = None,
     ) -> dist.Work:
         """Fold a list with one tensor per rank and keep this rank's result."""
-        options = _reduce_options(dist.ReduceScatterOptions, opts if op is None else op, timeout)
-        output = _only(output_tensors, "reduce_scatter")
-        sources = _list_for(input_tensors, output_tensors, "reduce_scatter")
+        options = reduce_options(dist.ReduceScatterOptions, opts if op is None else op, timeout)
+        output = only(output_tensors, "reduce_scatter")
+        sources = list_for(input_tensors, output_tensors, "reduce_scatter")
         call = self._new_call("reduce_scatter", options.timeout)
         self._check_list(sources, output, call.operation)
         check_numel(output, sources[self._wire.rank].numel(), call.operation, "output")
         ours = parse_reduction(options.reduceOp, output.dtype)
-        body = partial(operations.reduce_scatter, self._wire, output, sources, ours, factor_of(options.reduceOp))
+        body = self._body(output, operations.reduce_scatter, output, sources, ours, factor_of(options.reduceOp))
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
@@ -165,7 +162,7 @@ class TorshProcessGroup(ShortPath):
             self._check_pair(output, source, call.operation)
             check_numel(source, output.numel() * self._wire.num_ranks, call.operation, "input")
             op = parse_reduction(options.reduceOp, output.dtype)
-            bodies.append(partial(operations.reduce_scatter_single, self._wire, output, source, op, factor))
+            bodies.append(self._body(output, operations.reduce_scatter_single, output, source, op, factor))
         return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -180,12 +177,12 @@ class TorshProcessGroup(ShortPath):
         root: int | None = None,
     ) -> dist.Work:
         """Make a tensor equal to the root's."""
-        options = _rooted_options(dist.BroadcastOptions, opts if root is None else root, timeout)
-        tensor = _only(tensors, "broadcast")
+        options = rooted_options(dist.BroadcastOptions, opts if root is None else root, timeout)
+        tensor = only(tensors, "broadcast")
         call = self._new_call("broadcast", options.timeout)
-        check_tensor(tensor, self._wire.name, call.operation)
+        self._check_tensor(tensor, call.operation)
         at = self._check_rank(options.rootRank, call.operation)
-        body = partial(operations.broadcast, self._wire, tensor, at)
+        body = self._body(tensor, operations.broadcast, tensor, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
@@ -197,9 +194,9 @@ class TorshProcessGroup(ShortPath):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list; sizes may differ from rank to rank."""
-        source = _only(input_tensors, "all_gather")
-        outputs = _list_for(output_tensors, input_tensors, "all_gather")
-        options = _timed_options(opts or AllgatherOptions(), timeout)
+        source = only(input_tensors, "all_gather")
+        outputs = list_for(output_tensors, input_tensors, "all_gather")
+        options = timed_options(opts or AllgatherOptions(), timeout)
         return self._all_gather_lists([outputs], [source], options, "all_gather")
 
     @override
@@ -218,7 +215,7 @@ class TorshProcessGroup(ShortPath):
         for outputs, source in zip(output_lists, sources, strict=True):
             self._check_list(outputs, source, call.operation)
             check_numel(source, outputs[self._wire.rank].numel(), call.operation, "input")
-            bodies.append(partial(operations.all_gather, self._wire, outputs, source))
+            bodies.append(self._body(source, operations.all_gather, outputs, source))
         flat = [tensor for outputs in output_lists for tensor in outputs]
         return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=flat)
 
@@ -245,7 +242,7 @@ class TorshProcessGroup(ShortPath):
         for output, source in zip(outputs, sources, strict=True):
             self._check_pair(output, source, call.operation)
             check_numel(output, source.numel() * self._wire.num_ranks, call.operation, "output")
-            bodies.append(partial(operations.all_gather_single, self._wire, output, source))
+            bodies.append(self._body(source, operations.all_gather_single, output, source))
         return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     @override
@@ -259,18 +256,18 @@ class TorshProcessGroup(ShortPath):
         root: int | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list on the root; the others pass no list."""
-        options = _rooted_options(dist.GatherOptions, opts if root is None else root, timeout)
-        source = _only(input_tensors, "gather")
+        options = rooted_options(dist.GatherOptions, opts if root is None else root, timeout)
+        source = only(input_tensors, "gather")
         call = self._new_call("gather", options.timeout)
         at = self._check_rank(options.rootRank, call.operation)
         outputs: list[Tensor] | None = None
         if at == self._wire.rank:
-            outputs = _list_for(output_tensors, input_tensors, "gather")
+            outputs = list_for(output_tensors, input_tensors, "gather")
             self._check_list(outputs, source, call.operation)
             for output in outputs:
                 check_numel(output, source.numel(), call.operation, "output")
-        check_tensor(source, self._wire.name, call.operation)
-        body = partial(operations.gather, self._wire, outputs, source, at)
+        self._check_tensor(source, call.operation)
+        body = self._body(source, operations.gather, outputs, source, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=outputs or [])
 
     @override
@@ -284,18 +281,18 @@ class TorshProcessGroup(ShortPath):
         root: int | None = None,
     ) -> dist.Work:
         """Give each rank its tensor of the root's list; the others pass no list."""
-        options = _rooted_options(dist.ScatterOptions, opts if root is None else root, timeout)
-        output = _only(output_tensors, "scatter")
+        options = rooted_options(dist.ScatterOptions, opts if root is None else root, timeout)
+        output = only(output_tensors, "scatter")
         call = self._new_call("scatter", options.timeout)
         at = self._check_rank(options.rootRank, call.operation)
         sources: list[Tensor] | None = None
         if at == self._wire.rank:
-            sources = _list_for(input_tensors, output_tensors, "scatter")
+            sources = list_for(input_tensors, output_tensors, "scatter")
             self._check_list(sources, output, call.operation)
             for source in sources:
                 check_numel(source, output.numel(), call.operation, "input")
-        check_tensor(output, self._wire.name, call.operation)
-        body = partial(operations.scatter, self._wire, output, sources, at)
+        self._check_tensor(output, call.operation)
+        body = self._body(output, operations.scatter, output, sources, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
@@ -307,12 +304,12 @@ class TorshProcessGroup(ShortPath):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Exchange a list with one tensor per rank; sizes may differ from pair to pair."""
-        options = _timed_options(opts or dist.AllToAllOptions(), timeout)
+        options = timed_options(opts or dist.AllToAllOptions(), timeout)
         call = self._new_call("all_to_all", options.timeout)
         check_count(input_tensors, self._wire.num_ranks, call.operation)
         self._check_list(output_tensors, input_tensors[0], call.operation)
         self._check_list(input_tensors, output_tensors[0], call.operation)
-        body = partial(operations.all_to_all, self._wire, output_tensors, input_tensors)
+        body = self._body(input_tensors[0], operations.all_to_all, output_tensors, input_tensors)
         return self._start(body, call, is_async=options.asyncOp, outputs=output_tensors)
 
     @override
@@ -326,16 +323,15 @@ class TorshProcessGroup(ShortPath):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Exchange parts of a tensor cut along its first dimension; no sizes means equal parts."""
-        options = _timed_options(opts or dist.AllToAllOptions(), timeout)
+        options = timed_options(opts or dist.AllToAllOptions(), timeout)
         if not output_split_sizes and not input_split_sizes and self._all_to_all_at_once(output, source, options):
             return self._finished
         call = self._new_call("all_to_all_single", options.timeout)
         self._check_pair(output, source, call.operation)
         check_splits(output, output_split_sizes, self._wire.num_ranks, call.operation, "output")
         check_splits(source, input_split_sizes, self._wire.num_ranks, call.operation, "input")
-        body = partial(
-            operations.all_to_all_single, self._wire, output, source, list(output_split_sizes), list(input_split_sizes)
-        )
+        splits = list(output_split_sizes), list(input_split_sizes)
+        body = self._body(source, operations.all_to_all_single, output, source, *splits)
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
@@ -384,72 +380,6 @@ class TorshProcessGroup(ShortPath):
                 waits_for_all=wait_all_ranks,
             )
 
-    # --- point-to-point ---------------------------------------------------------------------------------------
-
-    @override
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
-        """Start sending a tensor to a group rank."""
-        tensor = _only(tensors, "send")
-        call = self._new_call("send")
-        check_tensor(tensor, self._wire.name, call.operation)
-        peer = self._check_rank(dst, call.operation)
-        [buffer] = Staged([tensor], is_filled=True).tensors
-        work = self._new_transfer(call, [tensor], peer)
-        with self._timed(call, [tensor]), _ending(work):
-            self._wire.send(buffer, peer, tag, work, call)
-        return self._track(work)
-
-    @override
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
-        """Start receiving a tensor from a group rank."""
-        return self._receive(tensors, self._check_rank(src, "recv"), tag)
-
-    @override
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """Start receiving a tensor from the first rank that sends; the work's `_source_rank()` is that rank."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
-        tensor = _only(tensors, "recv")
-        call = self._new_call("recv")
-        check_tensor(tensor, self._wire.name, call.operation)
-        staged = Staged([tensor], is_filled=False)
-        work = self._new_transfer(call, [tensor], src)
-        work.before_completion(staged.give_back)
-        with self._timed(call, [tensor]), _ending(work):
-            self._wire.receive(staged.tensors[0], src, tag, work, call)
-        return self._track(work)
-
-    def _new_transfer(self, call: Call, tensors: list[Tensor], peer: int | None) -> PendingWork:
-        self._number(call)
-        work = self._new_work(call, tensors, self._wire.help_with)
-        work.record = self._new_record(call, tensors, peer)
-        return work
-
-    # --- checks on this rank ----------------------------------------------------------------------------------
-
-    def _check_rank(self, rank: int, operation: str) -> int:
-        if not 0 <= rank < self._wire.num_ranks:
-            raise RankOutOfBounds(
-                f"rank {rank} is outside 0..{self._wire.num_ranks - 1}",
-                operation=operation,
-                rank=rank,
-                world_size=self._wire.num_ranks,
-            )
-        return rank
-
-    def _check_pair(self, output: Tensor, source: Tensor, operation: str) -> None:
-        check_tensor(output, self._wire.name, operation)
-        check_tensor(source, self._wire.name, operation)
-        check_same_dtype([output], source.dtype, operation)
-
-    def _check_list(self, tensors: Sequence[Tensor], other: Tensor, operation: str) -> None:
-        """One tensor per rank, all of the other side's dtype."""
-        check_count(tensors, self._wire.num_ranks, operation)
-        check_same_dtype(tensors, other.dtype, operation)
-        for tensor in (*tensors, other):
-            check_tensor(tensor, self._wire.name, operation)
-
     # --- the names of the other generation --------------------------------------------------------------------
 
     # Torch 2.11 has only these, and torch 2.13 still calls some.
@@ -460,74 +390,6 @@ class TorshProcessGroup(ShortPath):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
 
-@contextmanager
-def _ending(work: PendingWork) -> Iterator[None]:
-    """Around the start of a transfer: one that cannot start has ended, for the flight recorder too."""
-    try:
-        yield
-    except BaseException as error:
-        if work.record is not None:
-            recorder.end_quietly(work.record, error)
-        raise
-
-
-def _one_by_one(bodies: Sequence[partial[None]], call: Call) -> None:
+def _one_by_one(bodies: Sequence[Body], call: Call) -> None:
     for body in bodies:
         body(call)
-
-
-def _only(items: Sequence[_Options] | Tensor, operation: str) -> _Options:
-    """The single element of c10d's lists of one; a bare tensor stands for itself."""
-    if isinstance(items, Tensor):
-        return items  # type: ignore[return-value]  # then _Options is Tensor
-    if len(items) != 1:
-        raise InvalidArgument(
-            f"{operation} takes one tensor per rank",
-            hint="call it once per tensor; lists of several were for several GPUs per process",
-            operation=operation,
-            given=len(items),
-        )
-    return items[0]
-
-
-def _list_for(lists: list[list[Tensor]] | list[Tensor], other: list[Tensor] | Tensor, operation: str) -> list[Tensor]:
-    """The list with one tensor per rank; c10d nests it in another one, unless the other side is a bare tensor."""
-    return lists if isinstance(other, Tensor) else _only(lists, operation)  # type: ignore[return-value,arg-type]  # see above
-
-
-def _reduce_options(
-    kind: type[_Options], given: _Options | _ReduceOpLike | None, timeout: timedelta | None = None
-) -> _Options:
-    """c10d's options, from themselves, from a bare reduction, or from nothing."""
-    if isinstance(given, kind):
-        return _timed_options(given, timeout)
-    options = kind()
-    if given is not None:
-        options.reduceOp = given  # type: ignore[attr-defined]  # every kind here has it
-    return _timed_options(options, timeout)
-
-
-def _rooted_options(kind: type[_Options], given: _Options | int | None, timeout: timedelta | None = None) -> _Options:
-    """c10d's options, from themselves, from a bare root, or from nothing."""
-    if isinstance(given, kind):
-        return _timed_options(given, timeout)
-    options = kind()
-    options.rootRank = given or 0  # type: ignore[attr-defined]  # every kind here has it
-    return _timed_options(options, timeout)
-
-
-def _timed_options(options: _Options, timeout: timedelta | None) -> _Options:
-    """The options, with the deadline that a call was given beside them."""
-    if timeout is not None:
-        options.timeout = timeout  # type: ignore[attr-defined]  # every kind of options has it
-    return options
-
-
-def _refuse_unless_sum(op: dist.ReduceOp) -> None:
-    if hash(op) != hash(dist.ReduceOp.SUM):
-        raise InvalidArgument(
-            "sparse tensors can only be summed",
-            hint="densify first with .to_dense()",
-            op=str(op),
-            operation="all_reduce",
-        )

@@ -184,7 +184,8 @@ class PendingWork(dist.Work):
         """
         with self._guard:
             if self._future is None:
-                self._trigger = torch.futures.Future()
+                gpus: list[int | str | torch.device] = [*{one.device for one in self._outputs if one.is_cuda}]
+                self._trigger = torch.futures.Future(devices=gpus)
                 self._future = self._trigger.then(self._outcome)
                 is_late = self._is_completed
             else:

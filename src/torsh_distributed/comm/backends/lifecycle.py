@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in
 from torsh_distributed.comm.recording.profiler_marks import Facts, begin_mark, is_profiled, mark, marked
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.events import step_notes
+
+if TYPE_CHECKING:
+    from torsh_distributed.comm.backends.shared_gpu.gpu_wire import GpuWire
 
 _CLOSE_TIMEOUT_S = 5.0
 _UNTIMED = nullcontext()
@@ -74,6 +78,7 @@ class GroupLifecycle(dist.ProcessGroup):
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
         self._coalesced: list[dist.Work] | None = None
+        self._gpu_wires: dict[torch.device, GpuWire] = {}
         self._executor = OrderedExecutor(f"torsh-{wire.name}")
         self._finalizer = weakref.finalize(self, _close, wire, self._executor, os.getpid())
         _groups.add(self)
@@ -119,13 +124,28 @@ class GroupLifecycle(dist.ProcessGroup):
         return self._store
 
     @property
+    def fails_cleanly(self) -> bool:
+        """Whether each all-reduce that failed so far left its tensor as it was; False if unknown."""
+        return not self._gpu_wires and self._wire.fails_cleanly
+
+    def _gpu(self, tensor: Tensor) -> GpuWire:
+        """What carries tensors on the GPU of this one."""
+        wire = self._gpu_wires.get(tensor.device)
+        if wire is None:
+            from torsh_distributed.comm.backends.shared_gpu.gpu_wire import GpuWire
+
+            wire = self._gpu_wires[tensor.device] = GpuWire(self._wire, tensor.device)
+        return wire
+
+    @property
     @override
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        has_gpu = self._wire.takes_gpu and torch.cuda.is_available()
+        return [torch.device("cpu"), *([torch.device("cuda")] if has_gpu else [])]
 
     @override
     def _get_backend(self, device: torch.device) -> GroupLifecycle:  # type: ignore[override]  # group and backend in one
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type not in ("cpu", "cuda" if self._wire.takes_gpu else "cpu"):
             raise InvalidArgument(
                 f"{self._wire.name} has no backend for {device}",
                 hint="use nccl for CUDA tensors",
@@ -355,6 +375,9 @@ class GroupLifecycle(dist.ProcessGroup):
             )
         )
         self._finalizer()
+        for wire in self._gpu_wires.values():
+            wire.close()
+        self._gpu_wires.clear()
 
 
 def _help_timed(help_with: HelpWith, op: str, group: str, work: PendingWork, timeout_s: float | None) -> None:

@@ -64,7 +64,8 @@ def _register(c10d: Any) -> None:
     """Any: torch's own module, which is not imported here."""
     for name, home in _CREATORS.items():
         if name.upper() not in c10d.Backend._plugins:
-            c10d.Backend.register_backend(name, _creator(home), extended_api=True, devices=["cpu"])
+            devices = ["cpu"] if name == "mpi4py" else ["cpu", "cuda"]
+            c10d.Backend.register_backend(name, _creator(home), extended_api=True, devices=devices)
     _open_monitored_barrier(c10d)
     _register_mpi_rendezvous(sys.modules["torch.distributed.rendezvous"])
     _register_job_store(sys.modules["torch.distributed.rendezvous"])

@@ -15,7 +15,7 @@ def check_tensor(tensor: Tensor, backend: str, operation: str) -> None:
     """Raise InvalidArgument for a tensor that our backends cannot read in place."""
     if tensor.is_cpu and tensor.layout == torch.strided:
         return
-    what = f"on {tensor.device}" if not tensor.is_cpu else f"in layout {tensor.layout}"
+    what = f"in layout {tensor.layout}" if tensor.layout != torch.strided else f"on {tensor.device}"
     raise InvalidArgument(
         f"{backend} moves dense tensors in host memory; this one is {what}",
         hint="move it with .cpu() or .to_dense(), or use nccl for CUDA tensors",
@@ -25,16 +25,17 @@ def check_tensor(tensor: Tensor, backend: str, operation: str) -> None:
     )
 
 
-def check_same_dtype(tensors: Sequence[Tensor], dtype: torch.dtype, operation: str) -> None:
-    """Raise TensorShapeMismatch unless all tensors of one call have the dtype."""
+def check_same_kind(tensors: Sequence[Tensor], other: Tensor, operation: str) -> None:
+    """Raise TensorShapeMismatch unless all tensors of one call have the dtype and the device of `other`."""
     for tensor in tensors:
-        if tensor.dtype != dtype:
+        if tensor.dtype != other.dtype or tensor.device != other.device:
+            what = "dtype" if tensor.dtype != other.dtype else "device"
             raise TensorShapeMismatch(
-                "the tensors of one call must have the same dtype",
-                hint="convert them to one dtype first",
+                f"the tensors of one call must have the same {what}",
+                hint=f"bring them to one {what} first",
                 operation=operation,
-                expected=str(dtype),
-                actual=str(tensor.dtype),
+                expected=str(getattr(other, what)),
+                actual=str(getattr(tensor, what)),
             )
 
 

@@ -100,6 +100,12 @@ class Wire(ABC):
     name: ClassVar[str]
     """The backend's name, as in `init_process_group(name)`."""
 
+    takes_gpu: ClassVar[bool] = False
+    """Whether a group of this wire takes tensors on a GPU too (`shared_gpu`): by copies, or in the GPU's memory."""
+
+    shares_gpu_memory: ClassVar[bool] = False
+    """Whether all ranks are on one node, so that those on one GPU may map each other's memory there."""
+
     rank: int
     num_ranks: int
 

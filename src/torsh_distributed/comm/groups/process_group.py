@@ -118,6 +118,7 @@ def start_world(
             timeout_s=timeout_s,
             node=node,
             num_gpus=gpus_for_ranks(num_local_ranks),
+            has_gpu=torch.cuda.device_count() > 0,
         )
     chosen = choose_backend(backend, device_type="cuda" if roster.has_gpu_each else "cpu")
     if not roster.shares_loopback:
@@ -132,7 +133,8 @@ def start_world(
     _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node)
     events.set_rank(rank)
     if backend == "auto":
-        reason = "every rank has a GPU" if roster.has_gpu_each else "there is no GPU for every rank"
+        shared = "ranks share a GPU" if roster.has_gpus else "there is no GPU for every rank"
+        reason = "every rank has a GPU" if roster.has_gpu_each else shared
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
@@ -226,12 +228,16 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     with translate_errors("regroup", rank=new_rank, world_size=len(members)):
         found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.node)
     _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
-    # The models of those who stay are where they are, however many ranks share the GPUs now.
-    found = replace(found, has_gpu_each=old.roster.has_gpu_each)
+    found = _where_they_are(found, old)
     _world = replace(old, rank=new_rank, roster=found, timeout_s=limit_s, generation=generation)
     events.set_rank(new_rank)
     events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
     return new_rank
+
+
+def _where_they_are(found: Roster, old: _World) -> Roster:
+    """The models of those who stay are where they are, however many ranks share the GPUs now."""
+    return replace(found, has_gpu_each=old.roster.has_gpu_each, has_gpus=old.roster.has_gpus)
 
 
 def enter_world(store: dist.Store, *, rank: int, world_size: int, epoch: int, timeout_s: float) -> None:
@@ -256,6 +262,7 @@ def enter_world(store: dist.Store, *, rank: int, world_size: int, epoch: int, ti
             _take_down()
         raise
     _set_timeout(timedelta(seconds=old.timeout_s))
+    found = _where_they_are(found, old)
     _world = replace(old, rank=rank, roster=found, store=store, prefixed=store, generation=epoch)
     events.set_rank(rank)
     events.emit(events.MembershipEvent(action="regrouped", world_size=world_size, attempt=epoch))
@@ -403,8 +410,9 @@ def node_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device of this rank: its own GPU if every rank of the world has one, else the CPU, which a warning says.
+    """The device of this rank: its own GPU if every rank of the world has one, else one that ranks share, else the CPU.
 
+    A line says so where it is not its own. Ranks share GPUs on our backends alone, of which `auto` then takes one.
     Raises InvalidArgument if NCCL was asked for and a node has more ranks than visible GPUs.
     """
     if not torch.cuda.is_available():
@@ -414,7 +422,7 @@ def device() -> torch.device:
         local_rank(),
         num_local_ranks=local_world_size(),
         num_gpus=torch.cuda.device_count(),
-        has_gpu_each=world.roster.has_gpu_each,
+        roster=world.roster,
         backend=world.backend,
     )
 

@@ -1,4 +1,4 @@
-"""Which device a rank computes on: a GPU of its own, or the CPU, for all ranks of a world alike."""
+"""Which device a rank computes on: a GPU of its own, one that ranks share, or the CPU, for all of a world alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import logging
 
 import torch
 
+from torsh_distributed.comm.meeting.rendezvous import Roster
 from torsh_distributed.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
+
+_SHARING = ("torsh", "shm")
+"""Backends that carry tensors between ranks on one GPU; NCCL refuses to."""
 
 
 def gpus_for_ranks(num_local_ranks: int | None) -> int:
@@ -18,16 +22,15 @@ def gpus_for_ranks(num_local_ranks: int | None) -> int:
     return count if num_local_ranks is None or num_local_ranks <= count else 0
 
 
-def rank_device(
-    local_rank: int, *, num_local_ranks: int, num_gpus: int, has_gpu_each: bool, backend: str
-) -> torch.device:
-    """The GPU of the local rank if every rank of the world has one, else the CPU, which the node's first rank says.
+def rank_device(local_rank: int, *, num_local_ranks: int, num_gpus: int, roster: Roster, backend: str) -> torch.device:
+    """The GPU of the local rank if every rank of the world has one; else one that it shares, or the CPU.
 
+    The node's first rank says which. Ranks share GPUs where every node has one and the backend is ours.
     Raises InvalidArgument where the backend was to be NCCL, which takes one rank for each GPU.
     """
     if num_gpus == 0:
         return torch.device("cpu")
-    if has_gpu_each:
+    if roster.has_gpu_each:
         return torch.device("cuda", local_rank)
     facts = f"{num_local_ranks} ranks and {num_gpus} visible {'GPU' if num_gpus == 1 else 'GPUs'} on this node"
     if num_local_ranks <= num_gpus:
@@ -39,6 +42,12 @@ def rank_device(
             local_rank=local_rank,
             visible_gpus=num_gpus,
         )
+    if roster.has_gpus and backend in _SHARING:
+        if local_rank == 0:
+            _say_once(
+                f"ranks share GPUs: {facts}; to develop and debug this is right, for speed start one rank per GPU"
+            )
+        return torch.device("cuda", local_rank % num_gpus)
     if local_rank == 0:
         _say_once(f"computing on the CPU: {facts}; start at most as many ranks per node as it has GPUs to use them")
     return torch.device("cpu")

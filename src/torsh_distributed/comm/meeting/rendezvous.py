@@ -84,6 +84,8 @@ class Arrival:
     software: dict[str, str]
     """The fields of `NodeSoftware`: not every launcher compares them before it starts ranks."""
     num_gpus: int = 0
+    has_gpu: bool = False
+    """Whether there is one at all, though perhaps not for each rank."""
     """The GPUs that it sees; 0 if they are too few for the ranks of its node."""
 
     @override
@@ -102,6 +104,8 @@ class Roster:
     """How far this rank's wall clock is ahead of rank 0's, to within the moment in which the verdict travels."""
     has_gpu_each: bool = False
     """Whether every rank of the world can have a GPU of its own."""
+    has_gpus: bool = False
+    """Whether every node has a GPU that its ranks can share."""
 
     @cached_property
     def node_order(self) -> tuple[int, ...]:
@@ -210,7 +214,14 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 def join(
-    store: dist.Store, *, rank: int, world_size: int, timeout_s: float, node: str | None = None, num_gpus: int = 0
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    node: str | None = None,
+    num_gpus: int = 0,
+    has_gpu: bool = False,
 ) -> Roster:
     """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
 
@@ -226,6 +237,7 @@ def join(
         network=network_identity(),
         software=asdict(own_software()),
         num_gpus=num_gpus,
+        has_gpu=has_gpu,
     )
     meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
     # Arrivals are numbered in order, not by rank: two processes may claim one rank.
@@ -245,6 +257,7 @@ def join(
         verdict["shares_loopback"],
         time.time() - verdict["clock_s"],
         verdict["has_gpu_each"],
+        verdict["has_gpus"],
     )
 
 
@@ -270,6 +283,7 @@ def _decide(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, 
     return {
         "nodes": pack_nodes([present[rank].node for rank in range(me.world_size)]),
         "has_gpu_each": all(ranks_of[arrival.node] <= arrival.num_gpus for arrival in present.values()),
+        "has_gpus": all(arrival.has_gpu for arrival in present.values()),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
         "clock_s": time.time(),
     }

@@ -38,7 +38,7 @@ def fails_cleanly(group: dist.ProcessGroup) -> bool:
 
     True on all ranks that are left means that no rank, those that are gone included, has written to any of them.
     """
-    return isinstance(group, TorshProcessGroup) and group.wire.fails_cleanly
+    return isinstance(group, TorshProcessGroup) and group.fails_cleanly
 
 
 def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: BufferUse) -> Tensor | None:
@@ -102,7 +102,7 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
     Every rank calls this with a contiguous tensor of the same size, which fills its storage; all get it or none does.
     As long as the result lives, an all-reduce of the tensor reads and writes the ranks' tensors in place.
     """
-    if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared:
+    if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared or not buffer.is_cpu:
         return None
     if not all(all_gather_object(_has_room(buffer.nbytes * group.size()), group=group)):
         _log.info("buffers of %d bytes are not shared by the ranks: /dev/shm has too little room", buffer.nbytes)

@@ -47,6 +47,7 @@ class HierarchicalWire(Wire):
     """
 
     name: ClassVar[str] = "torsh"
+    takes_gpu: ClassVar[bool] = True
 
     def __init__(
         self, layout: NodeLayout, node: Wire, shard_group: BetweenNodes | None, all_ranks: BetweenNodes

@@ -27,6 +27,8 @@ class ShmWire(Wire):
     """Moves tensors through a segment of memory that all ranks of one node have mapped."""
 
     name: ClassVar[str] = "shm"
+    takes_gpu: ClassVar[bool] = True
+    shares_gpu_memory: ClassVar[bool] = True
 
     def __init__(self, core: Core, segment: SharedSegment, *, rank: int, num_ranks: int) -> None:
         self.rank = rank
