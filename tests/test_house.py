@@ -101,6 +101,12 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def test_errors_without_text_can_be_shown() -> None:
+    """`assert False` says nothing, and the first of no lines is an IndexError in place of the message."""
+    found = [str(path) for path in PACKAGE.rglob("*.py") if "str(error).splitlines()[0]" in path.read_text()]
+    assert not found, "errors.first_line shows the type of an error that says nothing"
+
+
 def test_a_circle_is_found() -> None:
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert set(circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})) == {"a", "b", "c"}

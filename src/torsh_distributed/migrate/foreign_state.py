@@ -31,7 +31,7 @@ from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
 from torsh_distributed.checkpoint.loading.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.serialization import serialize
-from torsh_distributed.errors import CheckpointError, SerializationError
+from torsh_distributed.errors import CheckpointError, SerializationError, first_line
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER, HeldState, SavedTensor, StoredOptimizer
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
@@ -98,7 +98,7 @@ def _names(path: Path, error: Exception) -> str:
     except Exception:  # as above: then torch's own words have to do
         unsafe = []
     others = [name for name in unsafe if name not in (*KNOWN_NAMES, _STAGES)]
-    return ", ".join(others) if others else str(error).splitlines()[0]
+    return ", ".join(others) if others else first_line(error)
 
 
 _log = logging.getLogger(__name__)

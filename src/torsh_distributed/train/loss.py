@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
+from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch, first_line
 from torsh_distributed.train.batches import Batch
 
 LossFn = Callable[[Any, Any], Any]
@@ -76,7 +76,7 @@ def _explain_dtype(error: RuntimeError, model: nn.Module, batch: Batch) -> None:
             hint="convert the data in the dataset or the collate function: x.float()",
             batch=sorted(map(str, found)),
             parameters=sorted(map(str, own)),
-            error=str(error).splitlines()[0],
+            error=first_line(error),
         ) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable
+from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable, first_line
 
 _OLDEST = (2, 50)
 _GCS_OPTION = "--gcs-address="
@@ -132,7 +132,7 @@ def connected(address: str | None, *, runtime_env: Mapping[str, Any] | None = No
             f"there is no connection to the Ray cluster at {chosen or 'a new local one'}",
             hint="check the address and that `ray status` answers there; Ray's port is 6379, not the dashboard's",
             address=chosen,
-            reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            reason=first_line(error),
         ) from error
     try:
         yield ray

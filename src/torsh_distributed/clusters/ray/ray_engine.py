@@ -28,6 +28,7 @@ from torsh_distributed.errors import (
     InvalidArgument,
     IoError,
     OperationTimeout,
+    first_line,
 )
 
 JOB_VARIABLE = "TORSH_RAY_JOB"
@@ -101,7 +102,7 @@ class RayEngine(ClusterEngine):
                     if is_starting
                     else "a working directory of more than 500 MiB is refused: exclude data with a runtime_env",
                     operation="submit",
-                    reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                    reason=first_line(error),
                 ) from error
 
     @override
@@ -254,7 +255,7 @@ class RayEngine(ClusterEngine):
 
 
 def _no_server(address: str | None, error: Exception) -> CommunicationError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     where = address or "this machine"
     if type(error).__name__ == "AuthenticationError":
         return CommunicationError(

@@ -16,7 +16,7 @@ from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
 from torsh_distributed.comm.meeting.monitored_barrier import missing_ranks
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
-from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
+from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError, first_line
 
 R = TypeVar("R")
 
@@ -142,7 +142,7 @@ def explain(
     }
     if time.monotonic() - started < limit_s * 0.98:
         return CommunicationError(
-            f"{record.op} failed: {str(error).splitlines()[0]}",
+            f"{record.op} failed: {first_line(error)}",
             hint="a peer is gone or closed its connection: look at the first rank that failed",
             **facts,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torsh_distributed.errors import SerializationError
+from torsh_distributed.errors import SerializationError, first_line
 from torsh_distributed.launch.local.end_report import EndReport
 from torsh_distributed.launch.worker.rank_status import (
     GroupHistory,
@@ -324,7 +324,7 @@ def decode(data: bytes) -> Message:
         raise SerializationError(
             "a record from another launcher is not understood",
             hint="run the same version of torsh-distributed on every node",
-            reason=str(error).splitlines()[0],
+            reason=first_line(error),
             num_bytes=len(data),
         ) from None
     return message

@@ -417,7 +417,7 @@ def _as_ours(error: Exception) -> TorshError:
         return error
     text = str(error).removeprefix("Got the following error when running the callback: ")
     ours = CommunicationError(
-        f"gradients could not be averaged: {text.splitlines()[0]}",
+        f"gradients could not be averaged: {(text.splitlines() or [type(error).__name__])[0]}",
         hint="look at the first rank that failed; the gradients of this step are invalid",
     )
     ours.__cause__ = error

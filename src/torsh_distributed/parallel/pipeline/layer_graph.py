@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from typing_extensions import override
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, first_line
 from torsh_distributed.parallel.models.probing import tracing
 
 PROTOCOL = "pipeline_layers"
@@ -50,7 +50,7 @@ def trace_layers(model: nn.Module) -> LayerGraph:
     except Exception as error:
         # Tracing runs the user's forward, which may raise anything.
         raise ConfigurationError(
-            f"the layers of {type(model).__name__} could not be traced: {str(error).splitlines()[0]}",
+            f"the layers of {type(model).__name__} could not be traced: {first_line(error)}",
             hint="its forward must not branch on values; or pass example=(inputs,) to parallelize(): its own forward is"
             f" kept then; or give the model a method {PROTOCOL}() that returns its layers, each of which takes the"
             " output of the previous one",

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, first_line
 from torsh_distributed.plan.sections.mesh import PipelineConfig
 
 CLASSES: Mapping[str, str] = {
@@ -159,7 +159,7 @@ def make_schedule(config: PipelineConfig, stages: Sequence[Any], *, loss_fn: Any
         )
     except (ValueError, AssertionError) as error:
         raise ConfigurationError(
-            f"pipeline.schedule {config.schedule}: {str(error).splitlines()[0]}",
+            f"pipeline.schedule {config.schedule}: {first_line(error)}",
             hint=f"a multiple of the pipeline's {stages[0].group_size} ranks, and at least {stages[0].num_stages},"
             " microbatches work with every schedule",
             num_microbatches=config.num_microbatches,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, first_line
 from torsh_distributed.plan.problems import did_you_mean
 
 FORMS = "module:function, a folder with a config.json, or a model of transformers by name or kind, such as llama"
@@ -84,7 +84,7 @@ def _from_transformers(where: str) -> nn.Module:
             near = did_you_mean(where, [*CONFIG_MAPPING])
             raise ConfigurationError(
                 f"{where} names no model: not of the form module:function, and transformers has no config for it"
-                f" ({str(error).splitlines()[0]})",
+                f" ({first_line(error)})",
                 hint=near or f"give {FORMS}",
             ) from error
     return _built(transformers, config, where)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, first_line
 from torsh_distributed.parallel.models.structure import expert_modules
 from torsh_distributed.parallel.models.wrapping import repeated_layers
 from torsh_distributed.parallel.tensor.planning.planned_rows import SplitStyle
@@ -87,7 +87,7 @@ def _traceable(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidArgument(
             f"{type(model).__name__} cannot be planned without values: its shapes or its way depend on them"
-            f" ({type(error).__name__.removesuffix('Exception')}: {str(error).splitlines()[0]})",
+            f" ({type(error).__name__.removesuffix('Exception')}: {first_line(error)})",
             hint="let the function return a model without that part, or measure it: `plan_batch_size` runs trial steps",
         ) from error
     except UnsupportedOperatorException as error:

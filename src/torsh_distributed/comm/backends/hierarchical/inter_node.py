@@ -22,7 +22,7 @@ from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.folding import fold_into
 from torsh_distributed.comm.meeting.network_interface import gloo_address
 from torsh_distributed.comm.reduce_op import ReduceOp
-from torsh_distributed.errors import CommunicationError, OperationTimeout, TensorShapeMismatch, TorshError
+from torsh_distributed.errors import CommunicationError, OperationTimeout, TensorShapeMismatch, TorshError, first_line
 
 _NUM_TIMED = 3  # all-reduces; the first ones also pay for new memory and for TCP's slow start
 _SLOW_BYTES_PER_S = 130e6
@@ -283,7 +283,7 @@ class InterNodeGroup:
                 **facts,
             )
         return CommunicationError(
-            f"{call.operation} failed between the nodes: {str(error).splitlines()[0]}",
+            f"{call.operation} failed between the nodes: {first_line(error)}",
             hint="a rank on another node or the network between them failed: look at the first rank that failed",
             peers=self.ranks,
             **facts,

@@ -20,7 +20,7 @@ from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, first_line
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed
 from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
@@ -238,7 +238,7 @@ def read_engine_state(place: Path, rank: int = 0) -> dict[str, Any]:
             "client_state holds objects that are not read without leave",
             hint="allow their classes: torch.serialization.add_safe_globals([…])",
             path=str(path),
-            reason=str(error).splitlines()[0],
+            reason=first_line(error),
         ) from error
     return found
 

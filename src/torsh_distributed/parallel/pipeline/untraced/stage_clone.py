@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, first_line
 from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 from torsh_distributed.parallel.pipeline.untraced.layer_chain import LayerChain
@@ -241,7 +241,7 @@ def check_stages(
             except Exception as error:
                 # The model's own code runs here, on a hidden state in place of its embeddings: it may raise anything.
                 raise ConfigurationError(
-                    f"stage {index} of {type(model).__name__} cannot run by itself: {str(error).splitlines()[0]}",
+                    f"stage {index} of {type(model).__name__} cannot run by itself: {first_line(error)}",
                     hint="its forward needs more than the hidden state of the layer before; set mesh.pp = 1",
                 ) from error
     found = values[0] if isinstance(values[0], tuple) else values
