@@ -22,7 +22,7 @@ def job_store(timeout_s: float, *, rank: int | None = None) -> dist.Store:
     return rendezvous.open_store(
         known_variables.text("MASTER_ADDR", os.environ),
         int(os.environ["MASTER_PORT"]),
-        is_host=(os.environ.get("RANK", "0") == "0" if rank is None else rank == 0) and not has_torch_agent,
+        is_host=(known_variables.whole_number("RANK") if rank is None else rank) == 0 and not has_torch_agent,
         timeout_s=timeout_s,
         has_torch_agent=has_torch_agent,
     )
