@@ -108,6 +108,7 @@ class RRef:
             raise InvalidArgument(
                 "the object lives in another process", hint="fetch it with to_here()", owner=self._owner
             )
+        self.wait_until_created()  # a call to this very worker may not have arrived yet
         return self._worker.objects.get(self.key).result(self._worker.timeout_s)
 
     def to_here(self, timeout: float | None = None) -> Any:
