@@ -21,7 +21,7 @@ def reduce_after(numels: tuple[int, ...], source: int, output: int) -> list[floa
     """Allocate in this order and reduce with the buffers at these places: rank r gives r + 0, r + 1, …"""
     group = dist.group.WORLD
     assert group is not None
-    scatter = TalliedReduceScatter(CommTally(), group)
+    scatter = TalliedReduceScatter(CommTally(), group, lambda: None)
     made = buffers(scatter, *numels)
     made[source].copy_(torch.arange(float(made[source].numel())) + dist.get_rank())
     scatter(output_tensor=made[output], input_tensor=made[source], group=group, op=dist.ReduceOp.SUM)

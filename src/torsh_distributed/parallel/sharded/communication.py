@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -108,9 +108,11 @@ class TalliedReduceScatter(PlainBuffers, ReduceScatter):
     what a backward that failed left behind.
     """
 
-    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup, note: Callable[[], None]) -> None:
+        """`note` is called before each reduction."""
         self._tally = tally
         self._group = group
+        self._note = note
         self._source: weakref.ref[Tensor] | None = None
         self._output: weakref.ref[Tensor] | None = None
 
@@ -140,6 +142,7 @@ class TalliedReduceScatter(PlainBuffers, ReduceScatter):
     ) -> dist.Work | None:
         self._check(output_tensor, input_tensor, group)
         self._source = self._output = None
+        self._note()
         started = time.monotonic()
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._tally.add_reduction(started, num_bytes=input_tensor.nbytes)

@@ -37,6 +37,7 @@ from torsh_distributed.parallel.sharded.compression import (
     check_method,
     replica_average,
 )
+from torsh_distributed.parallel.sharded.same_gradients import SameGradients
 from torsh_distributed.parallel.sharded.shared_shards import (
     MemoryStats,
     ShardInfo,
@@ -118,12 +119,21 @@ class FullyShardedDataParallel(nn.Module):
         elif is_on_meta(module):
             materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
         else:
-            differing = {id(param) for one in separate.modules for param in one.parameters()} if separate else set()
-            equal = [param for param in module.parameters() if id(param) not in differing]
+            apart = _ids_of(separate)
+            equal = [param for param in module.parameters() if id(param) not in apart]
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
+        self._same = SameGradients(self._group, self.mesh.device_type)
         replicated = _kept_whole(module, self.config)
         self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, separate)
+        apart = _ids_of(separate)
+        self._same.compare(
+            {
+                name: param
+                for name, param in module.named_parameters()
+                if isinstance(param, DTensor) and param.requires_grad and id(param) not in apart
+            }
+        )
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -183,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
         method, compressor = self.config.gather_codec, self.compressor
         has_replicas = self.mesh.layout.degree("dp") > 1
         names = {id(param): name for name, param in whole_state.named_params(self.module).items()}
-        for name, piece in self.module.named_modules():
+        for number, (name, piece) in enumerate(self.module.named_modules()):
             inside = dict.fromkeys(_travelling(piece))
             if not isinstance(piece, FSDPModule):
                 continue
@@ -198,7 +208,9 @@ class FullyShardedDataParallel(nn.Module):
             if compressor is not None and not has_replicas:
                 piece.set_custom_reduce_scatter(CompressedReduceScatter(name, param_shards, compressor, self.tally))
                 continue
-            piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally, group))
+            piece.set_custom_reduce_scatter(
+                TalliedReduceScatter(self.tally, group, partial(self._same.note_reduction, number))
+            )
             if compressor is not None:
                 replicas = self.mesh.group("dp")
                 piece.set_all_reduce_hook(replica_average(name, param_shards, compressor, replicas, self.tally))
@@ -228,6 +240,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def attach(self, optimizer: Optimizer) -> None:
         """Hook into the optimizer's steps: average unsharded gradients before each, count steps for compression."""
+        optimizer.register_step_pre_hook(lambda *_: self._same.check())
         optimizer.register_step_pre_hook(lambda *_: self._replicated.average())
         optimizer.register_step_post_hook(lambda *_: self._replicated.forget())
         if self.compressor is not None:
@@ -305,6 +318,10 @@ class FullyShardedDataParallel(nn.Module):
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def _ids_of(separate: SeparateShards | None) -> set[int]:
+    return {id(param) for one in (separate.modules if separate else ()) for param in one.parameters()}
 
 
 def _shard_separately(separate: SeparateShards, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
