@@ -57,7 +57,7 @@ class PlanDraft:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._sections: dict[str, dict[str, Any]] = {}
-        self.entries: list[KeyVerdict] = []
+        self._entries: list[KeyVerdict] = []
         self._problems: list[Problem] = []
         self._at_end: list[tuple[Reader, str, Any]] = []
 
@@ -93,7 +93,7 @@ class PlanDraft:
         self._problems.append(unknown_key(key, known, kind=self.kind))
 
     def _add(self, key: str, value: Any, verdict: Verdict, means: str, reason: str) -> None:
-        self.entries.append(KeyVerdict(key, value, verdict, means, reason))
+        self._entries.append(KeyVerdict(key, value, verdict, means, reason))
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -119,11 +119,16 @@ class PlanDraft:
         """Read a key after all others: what becomes of it depends on keys that may come later."""
         self._at_end.append((reader, key, value))
 
+    def verdicts(self) -> tuple[KeyVerdict, ...]:
+        """What became of every key, once all were read."""
+        waiting, self._at_end = self._at_end, []
+        for reader, key, value in waiting:
+            reader(self, key, value)
+        return tuple(self._entries)
+
     def finish(self) -> tuple[Plan, MigrationReport]:
         """The plan and the verdicts. Raises ConfigurationError with every problem found."""
-        for reader, key, value in self._at_end:
-            reader(self, key, value)
-        report = MigrationReport(self.kind, tuple(self.entries))
+        report = MigrationReport(self.kind, self.verdicts())
         if self._problems:
             raise configuration_error(self._problems, where=f"the {self.kind} settings")
         try:

@@ -152,6 +152,8 @@ def keyword_verdicts(full: str, call: ast.Call) -> tuple[KeyVerdict, ...]:
     if table is None:
         return ()
     draft = PlanDraft("pytorch")
+    if full.startswith("torch.distributed.fsdp."):
+        draft.put("mesh.shard", -1)
     found: list[KeyVerdict] = []
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in ("module", "self"):
@@ -164,7 +166,7 @@ def keyword_verdicts(full: str, call: ast.Call) -> tuple[KeyVerdict, ...]:
             table[keyword.arg](draft, keyword.arg, _value(keyword.value))
         except (TypeError, ValueError, AttributeError):
             found.append(KeyVerdict(keyword.arg, text, Verdict.HINT, "", "it depends on the value at run time"))
-    return (*found, *draft.entries)
+    return (*found, *draft.verdicts())
 
 
 def _value(node: ast.expr) -> Any:

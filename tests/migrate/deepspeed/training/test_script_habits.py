@@ -191,6 +191,9 @@ def run_with_extras() -> list[tuple[float, int | None]]:
     engine(inputs(0))
     with pytest.raises(AssertionError, match="takes no argument progressive_layer_drop, pld_theta"):
         made(tied(), 1, progressive_layer_drop={"enabled": True})
+    with pytest.raises(AssertionError, match="data_sampling chooses samples by how hard they are"):
+        made(tied(), 1, data_efficiency={"enabled": True, "data_sampling": {"enabled": True}})
+    made(tied(), 1, data_efficiency={"enabled": False, "data_sampling": {"enabled": True}})
     return model.seen
 
 

@@ -21,6 +21,11 @@ class ForwardExtras:
     def __init__(self, settings: RunSettings, module: nn.Module) -> None:
         self.layer_drop: ProgressiveLayerDrop | None = None
         self._lengths: CurriculumSchedule | None = None
+        require(
+            not (settings.value("data_efficiency.enabled") and settings.value("data_efficiency.data_sampling.enabled")),
+            "data_efficiency.data_sampling chooses samples by how hard they are, which is not done here",
+            hint="turn it off, and choose them in the script: CurriculumScheduler says how hard they may be",
+        )
         drop, lengths = settings.section("progressive_layer_drop"), settings.section("curriculum_learning")
         if drop.get("enabled"):
             self.layer_drop = ProgressiveLayerDrop(float(drop.get("theta", 1.0)), float(drop.get("gamma", 0.001)))
