@@ -202,7 +202,10 @@ def _muon(params: list[Any], options: dict[str, Any], module: nn.Module) -> Opti
     from torsh_distributed.migrate.deepspeed.ops import MuonWithAuxAdam
 
     names = {id(param): name for name, param in module.named_parameters()}
-    return MuonWithAuxAdam.from_config(params, options, names)
+    optimizer = MuonWithAuxAdam.from_config(params, options, names)
+    # Of ZeRO's shards it gathers what it needs itself; of layers that are split otherwise it cannot.
+    optimizer.torsh_needs = "elements"
+    return optimizer
 
 
 def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> Optimizer:

@@ -249,7 +249,8 @@ class MuonWithAuxAdam(Optimizer):
     between the optimizer and the engine, no owner could be sent whole matrices instead.
     """
 
-    torsh_needs = "elements"  # what it needs besides, it gathers itself
+    torsh_needs: str
+    """Set by the engine, whose shards are all that is split."""
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         groups = []
