@@ -38,13 +38,17 @@ def test_a_module_from_other_sources_is_stale(tmp_path: Path) -> None:
     assert not is_stale(CODEC_KERNELS._replace(sources=tmp_path / "none, as in a wheel"), version)
 
 
-def test_only_what_was_built_from_the_sources_beside_it_is_loaded(tmp_path: Path) -> None:
+def test_only_what_was_built_from_the_sources_beside_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for compiled in COMPILED_MODULES:
         module = load(compiled)
         assert module is None or fingerprint(compiled.sources) == module.VERSION
         assert load(compiled._replace(target=compiled.target.with_name("_missing.abi3.so"))) is None
     stale = CODEC_KERNELS._replace(sources=tmp_path)  # a folder without sources is not what it was built from
     assert load(stale) is None
+    if load(CODEC_KERNELS) is not None:
+        assert "was built from other sources" in caplog.text
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

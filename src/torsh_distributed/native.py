@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import shlex
 import shutil
@@ -18,6 +19,8 @@ import sysconfig
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_log = logging.getLogger("torsh_distributed.native")  # run by path too
 
 PACKAGE = Path(__file__).parent
 _FLAGS = (
@@ -88,7 +91,7 @@ def is_stale(compiled: CompiledModule, version: int) -> bool:
 
 @functools.cache
 def load(compiled: CompiledModule) -> Any | None:
-    """The compiled module; None if it was not built, or was built from other sources.
+    """The compiled module; None if it was not built, or was built from other sources, which is said.
 
     Any: it has no Python source; its docstrings describe the arguments.
     """
@@ -98,7 +101,14 @@ def load(compiled: CompiledModule) -> Any | None:
         module = importlib.import_module(name)
     except ImportError:
         return None
-    return None if is_stale(compiled, module.VERSION) else module
+    if is_stale(compiled, module.VERSION):
+        _log.warning(
+            "%s was built from other sources than those here (%s); run `python -m torsh_distributed.native`",
+            compiled.target.name,
+            compiled.without_it,
+        )
+        return None
+    return module
 
 
 def build(sources: Path, target: Path) -> str:

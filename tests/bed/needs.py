@@ -19,7 +19,7 @@ import pytest
 
 from tests.bed import real_deepspeed
 from tests.lab.network import Lab, LabError
-from torsh_distributed.native import SHM_CORE
+from torsh_distributed.native import SHM_CORE, load
 
 REQUIRE_ALL = "TORSH_REQUIRE_ALL"
 _PROBE_TIMEOUT_S = 20.0
@@ -129,7 +129,9 @@ def torchvision() -> str | None:
 @functools.cache
 def core() -> str | None:
     """The compiled core of the shm backend; installing finds no C compiler on some machines, and goes on."""
-    return None if SHM_CORE.target.exists() else "the compiled core is not built; python -m torsh_distributed.native"
+    if load(SHM_CORE) is not None:
+        return None
+    return "the compiled core is not built from these sources; python -m torsh_distributed.native"
 
 
 FAIRSCALE = Path(__file__).parents[2] / "build" / "fairscale"
