@@ -95,6 +95,7 @@ def test_names_and_copies_are_those_of_before() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:[\\s\\S]*lru_cache")  # of transformers, which dynamo looks through
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch's, on Python 3.13.0
 def test_a_compiled_layer_has_the_grouped_product_in_one_graph() -> None:
     module = experts("Qwen3-MoE")
     cast_expert_stacks(nn.ModuleDict({"experts": module}))
