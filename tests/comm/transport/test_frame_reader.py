@@ -68,15 +68,14 @@ def test_frames_arrive_whole_however_they_are_cut(
     assert reader.is_between_frames
 
 
-def take_any_bytes(data: bytes, is_signed: bool) -> None:
-    """It refuses them, or takes frames that were really there; nobody signs by chance."""
+def bytes_taken(data: bytes, is_signed: bool) -> int:
+    """How many of the bytes are in frames that were taken; none if they are refused."""
     reader = FrameReader(Frames(signers(is_signed), LIMITS), open_in_two_parts)
     try:
         arrived = feed(reader, data, [64])
     except BadFrame:
-        return
-    assert not (is_signed and arrived)
-    assert sum(12 + len(head) + len(first) + len(second) for head, first, second in arrived) <= len(data)
+        return 0
+    return sum(12 + len(head) + len(first) + len(second) for head, first, second in arrived)
 
 
 ANY_BYTES = st.binary(max_size=400) | st.tuples(st.integers(0, 40), st.integers(0, 40), st.binary(max_size=200)).map(
@@ -87,14 +86,14 @@ ANY_BYTES = st.binary(max_size=400) | st.tuples(st.integers(0, 40), st.integers(
 @given(data=ANY_BYTES, is_signed=st.booleans())
 @settings(max_examples=300)
 def test_no_bytes_crash_it(data: bytes, is_signed: bool) -> None:
-    take_any_bytes(data, is_signed)
+    assert bytes_taken(data, is_signed) <= (0 if is_signed else len(data)), "nobody signs by chance"
 
 
 @pytest.mark.matrix
 @given(data=ANY_BYTES, is_signed=st.booleans())
 @settings(max_examples=60_000, derandomize=False, database=None, suppress_health_check=list(HealthCheck))
 def test_no_bytes_crash_it_in_a_minute(data: bytes, is_signed: bool) -> None:
-    take_any_bytes(data, is_signed)
+    assert bytes_taken(data, is_signed) <= (0 if is_signed else len(data)), "nobody signs by chance"
 
 
 @given(
