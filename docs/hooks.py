@@ -42,7 +42,7 @@ GUIDES = {
         "optimizers",
         "same-losses",
     ],
-    "Faster": ["why-is-it-slow", "speed", "slow-networks", "figures"],
+    "Faster": ["why-is-it-slow", "speed", "slow-networks", "energy", "figures"],
     "Unattended": ["surviving-failures", "exactly-once", "dashboards", "security"],
     "On other machines": [
         *("on-a-cluster", "on-ssh", "on-slurm", "on-mpi", "on-kubernetes", "on-ray", "on-dask", "on-clouds"),

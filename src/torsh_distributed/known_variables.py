@@ -62,6 +62,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         Variable("TORSH_LINE_FD", "number", "descriptor of the worker's line to its launcher"),
         Variable("TORSH_PROGRESS_FILE", "path", "where a worker notes its last step"),
         Variable("TORSH_METRICS", "seconds", "between readings of the node's sensors, if workers are to measure"),
+        Variable("TORSH_GREEN", "switch", "the launcher reads the node's meters: workers need not"),
         Variable("TORSH_LOADER_WORKERS", "number", "workers for DataLoaders that a trial of `torsh tune` asks for"),
         Variable("TORSH_MEMBER", "number", "in an elastic job: the worker's number, kept while ranks change"),
         Variable("TORSH_JOINS", "switch", "the worker enters a world that trains already"),

@@ -31,6 +31,9 @@ STAND_IN = "torsh_distributed.migrate.stand_in:install"
 PRELOADED = ("torsh_distributed.train.assemble", "torsh_distributed.elastic.in_place")
 """`launch`: what the warm spare imports beside `init`, so that workers forked from it need not."""
 
+JOB_METER = "torsh_distributed.green.job_meter:JobMeter"
+"""`launch`: reads the meters of a node, in jobs that ask for it; others do not import it."""
+
 COMMAND_LINE = "torsh_distributed.cli.entry_point"
 """`clusters`: the program that an engine starts as `python -m`, for a job over SSH."""
 

@@ -177,6 +177,53 @@ class HardwareEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EnergyEvent(Event):
+    """What one meter of a node counted in an interval that ended at `time`."""
+
+    kind: ClassVar[str] = "energy"
+
+    node: int
+    """Rank of the node."""
+    meter: str
+    """Such as `gpu 0` or `package-0`; unique on its node."""
+    source: str
+    """nvml, rapl, hwmon or estimate."""
+    is_measured: bool
+    """False for an estimate."""
+    joules: float
+    duration_s: float
+    ranks: tuple[int, ...] = ()
+    """Ranks that share it."""
+    g_per_kwh: float | None = None
+    """Carbon intensity of the grid in the interval; None if it is not known."""
+    detail: str | None = None
+    """How an estimate is made, or why a meter could not be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CarbonEvent(Event):
+    """The grid's carbon intensity that the energy from now on is counted with."""
+
+    kind: ClassVar[str] = "carbon"
+
+    g_per_kwh: float | None
+    """None if there is none: then no grams are counted."""
+    source: str
+    """file, gb, electricity_maps, watttime, country or fixed."""
+    zone: str
+    signal: str
+    """average or marginal."""
+    basis: str
+    """measured, forecast, yearly mean or given."""
+    valid_from: float | None = None
+    """Seconds since the epoch, as `time`."""
+    age_s: float | None = None
+    """How long ago the value's period ended, or began if it lasts; None for one without a time."""
+    is_stale: bool = False
+    detail: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
     """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
@@ -354,6 +401,8 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     BucketEvent,
     MemoryEvent,
     HardwareEvent,
+    EnergyEvent,
+    CarbonEvent,
     CheckpointEvent,
     SamplesEvent,
     IncidentEvent,

@@ -9,12 +9,15 @@ import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.known_variables import DEFAULT_MASTER_PORT
 from torsh_distributed.observe.settings import ObserveSettings
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan.sections.green import GreenConfig
 
 LOOPBACK = "127.0.0.1"
 MAX_WORKERS_PER_NODE = 4096
@@ -181,6 +184,9 @@ class JobSpec:
 
     observe: ObserveSettings = field(default_factory=ObserveSettings)
     """Who looks at the job: pages, exports, a report."""
+
+    green: GreenConfig | None = None
+    """What the energy of the job is measured with; None measures nothing."""
 
     health: tuple[str, int] | None = None
     """Address and port of the pages for probes; None serves none."""

@@ -36,13 +36,18 @@ class ObserveSettings:
     machine_interval_s: float = 5.0
     """Seconds between readings of the node's sensors."""
 
+    energy: bool = False
+    """Whether the job's energy is measured: what it was is said at the end."""
+
     can_change_plan: bool = False
     """Whether whoever started the observer takes changes of the plan that rules ask for."""
 
     @property
     def is_active(self) -> bool:
         """Whether anything is to be done at all."""
-        return any((self.page_port is not None, self.prometheus_port, self.report, self.exports, self.alert_rules))
+        return any(
+            (self.page_port is not None, self.prometheus_port, self.report, self.exports, self.alert_rules, self.energy)
+        )
 
     @classmethod
     def from_plan(cls, section: ObserveConfig) -> ObserveSettings:
@@ -75,7 +80,7 @@ class ObserveSettings:
             or not all(isinstance(one, str) for one in [*exports, *texts])
             or not all(port is None or (isinstance(port, int) and 0 <= port < 2**16) for port in numbers)
             or not isinstance(kept.get("machine_interval_s", 1.0), int | float)
-            or not isinstance(kept.get("can_change_plan", False), bool)
+            or not all(isinstance(kept.get(name, False), bool) for name in ("can_change_plan", "energy"))
         ):
             raise InvalidArgument("these settings of observing are not understood", got=repr(dict(record))[:200])
         return cls(**{**kept, "exports": tuple(exports)})

@@ -6,6 +6,7 @@ from torsh_distributed.plan.sections.data import DdpConfig as DdpConfig
 from torsh_distributed.plan.sections.data import FsdpConfig as FsdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig as DistributedConfig
 from torsh_distributed.plan.sections.expert import ExpertConfig as ExpertConfig
+from torsh_distributed.plan.sections.green import GreenConfig as GreenConfig
 from torsh_distributed.plan.sections.mesh import ContextConfig as ContextConfig
 from torsh_distributed.plan.sections.mesh import MeshConfig as MeshConfig
 from torsh_distributed.plan.sections.mesh import PipelineConfig as PipelineConfig

@@ -9,6 +9,7 @@ from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.data import DdpConfig, FsdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 from torsh_distributed.plan.sections.expert import ExpertConfig
+from torsh_distributed.plan.sections.green import GreenConfig
 from torsh_distributed.plan.sections.mesh import ContextConfig, MeshConfig, PipelineConfig, TensorConfig
 from torsh_distributed.plan.sections.observe import ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
@@ -38,6 +39,7 @@ class PlanArguments(TypedDict, total=False):
     recovery: RecoveryConfig
     retry: RetryConfig
     observe: ObserveConfig
+    green: GreenConfig
     dp: int
     shard: int
     tp: int
@@ -105,6 +107,9 @@ class PlanSections(Section):
 
     observe: ObserveConfig = ObserveConfig()
     """Where events and metrics go."""
+
+    green: GreenConfig = GreenConfig()
+    """What the run costs in energy."""
 
     def value(self, key: str) -> object:
         """The value under a full key such as `mesh.dp`."""

@@ -25,6 +25,7 @@ GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "compress": ("compress.method", ("none",)),
     "checkpoint": ("checkpoint.enabled", (False,)),
     "elastic": ("elastic.enabled", (False,)),
+    "green": ("green.enabled", (False,)),
 }
 """Section to the key, and the values of it, that turn the whole section off."""
 

@@ -82,6 +82,7 @@ def parallelize(
             _log.warning(notice)
     chosen = chosen.resolve(process_group.world_size())
     note_fact("mesh", chosen.mesh.degrees)
+    note_fact("total_steps", chosen.training.steps)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     stored = _stored_weights(model, weights, param_init_fn)

@@ -59,9 +59,11 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
 
 
-def test_the_planner_chooses_the_demos_plan(tmp_path: Path) -> None:
-    done = torsh("demo", "gpt", "--plan", "auto", "--steps", "2", "--out", str(tmp_path))
+def test_the_planner_chooses_the_demos_plan_and_its_joules_are_told(tmp_path: Path) -> None:
+    done = torsh("demo", "gpt", "--plan", "auto", "--steps", "3", "--green", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"energy: [0-9.]+ k?J \(.*(measured|estimated).*\) in .* a sample; .* a step", done.stderr)
+    assert '"joules_per_sample": ' in (tmp_path / "report.html").read_text()
     assert "planned for this machine: " in done.stdout
     plan = Plan.load(tmp_path / "plan.toml")
     plan.validate(2)

@@ -48,6 +48,8 @@ class FullJob:
                 saved = {"type": "checkpoint", "time": 1.0, "action": "saved", "step": 5, "path": ATTACK}
                 packet["marks"] = [{**saved, "num_bytes": 2**20, "duration_s": 0.5}]
             self.view.take(packet)
+        counted = {"type": "energy", "time": 9e8, "rank": -1, "node": 0, "meter": ATTACK, "source": "estimate"}
+        self.view.take({**counted, "is_measured": False, "joules": 500.0, "duration_s": 2.0, "detail": ATTACK})
 
     def state(self) -> dict[str, Any]:
         alert = {"id": "a-1", "name": ATTACK, "severity": "critical", "message": "memory", "time": 1.0}
@@ -83,6 +85,8 @@ def check_every_view(browser: Chromium) -> None:
     ]
     assert "improving" in browser.text("#course")
     assert "MFU" in browser.text("#course")
+    assert "500 J (estimated), mean 250 W" in browser.text("#energy")
+    assert "no intensity is known" in browser.text("#energy")
     assert "saved" in browser.text("#checkpoints")
     assert "memory_leak" in browser.text("#anomalies")
     assert "accuracy" in browser.text("#custom")

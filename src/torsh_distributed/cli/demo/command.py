@@ -13,8 +13,10 @@ from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
     Dashboard,
     DashboardPort,
+    Green,
     ObserveOptions,
     PrometheusPort,
+    green_config,
     observe_settings,
 )
 from torsh_distributed.launch.job import launch_job
@@ -50,6 +52,7 @@ def demo(
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
     prometheus_port: PrometheusPort = None,
+    green: Green = False,
 ) -> None:
     """Train a demo on local workers: progress, a summary, a loss curve."""
     directory = out or Path("runs") / name.value
@@ -76,9 +79,11 @@ def demo(
                 dashboard=dashboard,
                 dashboard_port=dashboard_port,
                 prometheus_port=prometheus_port,
+                green=green,
                 html_report=Path(chosen.observe.report or directory / "report.html"),
             ),
         ),
+        green=green_config(chosen, wanted=green),
     )
     raise typer.Exit(launch_job(spec))
 

@@ -10,6 +10,7 @@ from torsh_distributed.observe.settings import LOOPBACK_HOST, ObserveSettings
 
 if TYPE_CHECKING:
     from torsh_distributed.plan import Plan
+    from torsh_distributed.plan.sections.green import GreenConfig
 
 DEFAULT_PAGE_PORT = 8080
 _PANEL = "Observing"
@@ -22,6 +23,11 @@ DashboardPort = Annotated[
 PrometheusPort = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Serve metrics for Prometheus on this node.", rich_help_panel=_PANEL),
+]
+
+Green = Annotated[
+    bool,
+    typer.Option("--green", help="Measure the job's energy, or estimate it and say so.", rich_help_panel=_PANEL),
 ]
 
 
@@ -49,6 +55,7 @@ class ObserveOptions(NamedTuple):
     alerts: Annotated[
         Path | None, typer.Option("--alerts", help="TOML file with rules for alerts.", rich_help_panel=_PANEL)
     ] = None
+    green: Green = False
 
 
 def observe_settings(plan: "Plan | None", given: ObserveOptions) -> ObserveSettings:
@@ -72,4 +79,17 @@ def observe_settings(plan: "Plan | None", given: ObserveOptions) -> ObserveSetti
 
         check_actions(read_rules(given.alerts)[1])
         settings = dataclasses.replace(settings, alert_rules=str(given.alerts))
+    if green_config(plan, wanted=given.green) is not None:
+        settings = dataclasses.replace(settings, energy=True)
     return settings
+
+
+def green_config(plan: "Plan | None", *, wanted: bool) -> "GreenConfig | None":
+    """What the energy of a job is measured with: the plan's section, if that or the command line asks for it."""
+    if plan is not None and plan.green.enabled:
+        return plan.green
+    if not wanted:
+        return None
+    from torsh_distributed.plan.sections.green import GreenConfig
+
+    return GreenConfig(enabled=True) if plan is None else plan.green.replace(enabled=True)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
-from torsh_distributed.cli.observe.options import ObserveOptions, observe_settings
+from torsh_distributed.cli.observe.options import ObserveOptions, green_config, observe_settings
 from torsh_distributed.cli.option_records import takes_records
 from torsh_distributed.cli.run.job_size import JobSize, job_size
 from torsh_distributed.cli.run.option_values import (
@@ -150,6 +150,7 @@ def _spec(
             **trace_variables(output.trace, output.trace_limit_mb, num_ranks=size.num_nodes * size.num_workers),
         },
         observe=observe_settings(size.plan, options.observe),
+        green=green_config(size.plan, wanted=options.observe.green),
         health=None if nodes.health is None else parse_health(nodes.health),
         spot_notice=nodes.spot_notice,
         shutdown_timeout_s=limits.shutdown_timeout,

@@ -21,6 +21,7 @@ from torsh_distributed.launch.ports import port_variables
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.launcher_line import (
     BEAT_VARIABLE,
+    GREEN_VARIABLE,
     JOIN_VARIABLE,
     MEMBER_VARIABLE,
     METRICS_VARIABLE,
@@ -51,6 +52,7 @@ _PERSONAL = (
     KEY_VARIABLE,
     AUTHORITY_VARIABLE,
     METRICS_VARIABLE,
+    GREEN_VARIABLE,
     STORE_VARIABLE,
     MEMBER_VARIABLE,
     JOIN_VARIABLE,
@@ -138,6 +140,8 @@ def worker_environment(
         env[STORE_VARIABLE] = endpoint.store_url
     if endpoint.machine_interval_s is not None:
         env[METRICS_VARIABLE] = f"{endpoint.machine_interval_s:g}"
+    if spec.green is not None:
+        env[GREEN_VARIABLE] = "1"
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # torch's own flight recorder, for groups on gloo and nccl: the doctor reads it when ranks wait.
     env.setdefault("TORCH_FR_BUFFER_SIZE", "256")

@@ -59,6 +59,7 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
     Stopped,
 )
+from torsh_distributed.launch.observing.energy_watch import EnergyWatch
 from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.rank_status import RankStatus
@@ -108,6 +109,9 @@ class Node:
         self._loop = loop
         self._output = output
         self._observer = JobObserver(spec, loop, output, on_change=self._want_change)
+        self._energy = (
+            None if spec.green is None else EnergyWatch(spec.green, spec, loop, output, take=self._take_energy)
+        )
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
         self._leaving: LeavingWatch | None = None
@@ -226,8 +230,18 @@ class Node:
         if not self._spec.is_leader:
             self.report(Measured(rank=rank, message=json.dumps(message)))
 
+    def _take_energy(self, record: dict[str, Any]) -> None:
+        """A meter of this node has counted: for who records it here, and for node 0's observer."""
+        from torsh_distributed.events import emit
+        from torsh_distributed.events.recorded import event_of
+
+        event = event_of(record)
+        if event is not None:
+            emit(event)
+            self._take_own(-1, record)
+
     def take_measured(self, measured: Measured) -> None:
-        """On node 0: a worker of another node measured something."""
+        """On node 0: a worker or a meter of another node measured something."""
         message = json.loads(measured.message)
         if isinstance(message, dict):
             self._observer.take(measured.rank, message)
@@ -360,6 +374,9 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
+        if self._energy is not None:
+            self._energy.close()
+            self._energy = None
         self._observer.tell_end(exit_code, attempt=self._attempt_number)
         self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
@@ -448,6 +465,8 @@ class Node:
     def close(self) -> None:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
+        if self._energy is not None:
+            self._energy.close()
         self._observer.close()
         if self._spare is not None:
             self._spare.close()

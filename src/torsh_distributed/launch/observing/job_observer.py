@@ -43,9 +43,11 @@ class JobObserver:
         return self._process is not None
 
     def take(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a summary of a rank, or a worker's wish to be observed."""
+        """Take a summary of a rank, or a worker's wish to be observed; rank -1 for what a node has counted."""
         if message.get("type") == "observe":
             self._take_wish(message)
+        elif self._process is not None and rank < 0:  # of a node
+            self._process.send(message)
         elif self._process is not None:
             # In an elastic job the worker's number stays while its rank changes; only the worker knows its rank.
             self._process.send(message if self._spec.elastic is not None else {**message, "rank": rank})
@@ -95,7 +97,9 @@ class JobObserver:
     def _begin(self, settings: ObserveSettings) -> None:
         if not self._spec.is_leader:
             # The page, the report and the exports of all nodes are those of node 0; each node has its own metrics page.
-            settings = dataclasses.replace(settings, page_port=None, report=None, exports=(), alert_rules=None)
+            settings = dataclasses.replace(
+                settings, page_port=None, report=None, exports=(), alert_rules=None, energy=False
+            )
             if not settings.is_active:
                 return
         try:

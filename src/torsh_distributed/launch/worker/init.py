@@ -18,6 +18,7 @@ from torsh_distributed.comm.groups.process_group import destroy_process_group, s
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
 from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
+from torsh_distributed.launch.worker.recording.energy_recording import record_energy
 from torsh_distributed.launch.worker.recording.event_recording import record_events, report_metrics
 from torsh_distributed.log_level import set_log_level
 from torsh_distributed.observe.settings import ObserveSettings
@@ -39,6 +40,8 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
     found = read_environment()
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
     _start(backend or section.backend, found, limit_s, store=None, retry=chosen.retry)
+    if chosen.green.enabled:
+        record_energy(chosen.green, found)
     return found
 
 

@@ -26,6 +26,8 @@ from torsh_distributed.launch.worker.waiting_operations import OperationWatch
 FD_VARIABLE = "TORSH_LINE_FD"
 METRICS_VARIABLE = "TORSH_METRICS"
 """Set if the launcher wants to know what its workers measure, to the seconds between readings of the node."""
+GREEN_VARIABLE = "TORSH_GREEN"
+"""Set if the launcher reads the meters of the node."""
 BEAT_VARIABLE = "TORSH_BEAT_S"
 """Seconds between the beats that the launcher expects; without it there are none."""
 MEMBER_VARIABLE = "TORSH_MEMBER"

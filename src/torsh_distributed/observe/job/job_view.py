@@ -6,6 +6,7 @@ Fed with messages; nothing in it waits, opens or computes for long. Thread-safe:
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import deque
@@ -13,6 +14,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from torsh_distributed import events
+from torsh_distributed.events.recorded import event_of
+from torsh_distributed.observe.job.energy_account import EnergyAccount
 from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
@@ -115,6 +119,7 @@ class JobView:
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
+        self.energy = EnergyAccount()
         self.num_failures = 0
         self.num_regroupings = 0
         self.newest_step: StepRecord | None = None
@@ -143,6 +148,8 @@ class JobView:
                 self._take_header(message)
             elif kind == "membership":
                 self._take_membership(message)
+            elif kind in ("energy", "carbon"):
+                self._take_energy(message)
             else:
                 self.num_dropped += 1
 
@@ -170,8 +177,11 @@ class JobView:
         for step in steps:
             if step.wait_s is not None:
                 self.stragglers.add(rank, step.step, step.own_s, num_ranks=num_ranks)
-            if rank == self._first_rank and not step.is_skipped:
-                self._add_to_curve(step)
+            self.energy.take_wait(step)
+            if rank == self._first_rank:
+                self.energy.take_step(step)
+                if not step.is_skipped:
+                    self._add_to_curve(step)
             for listener in self.step_listeners:
                 listener(rank, step)
         for slow in self.stragglers.take_newly_named():
@@ -210,6 +220,15 @@ class JobView:
             record["rank"] = rank
             self.incidents.append(record)
 
+    def _take_energy(self, message: Mapping[str, Any]) -> None:
+        event = event_of(message)
+        if isinstance(event, events.EnergyEvent):
+            self.energy.take_energy(event)
+        elif isinstance(event, events.CarbonEvent):
+            self.energy.take_carbon(event)
+        else:
+            self.num_dropped += 1
+
     def _take_header(self, message: Mapping[str, Any]) -> None:
         for name in ("run_id", "command"):
             if isinstance(message.get(name), str):
@@ -232,6 +251,7 @@ class JobView:
                 view.timeline, view.timelines = [], {}
         elif action == "lost":
             self.num_failures += 1
+            self.energy.take_failure(finite(message.get("time")) or time.time())
         elif action == "ended":
             code = message.get("exit_code")
             header.exit_code = code if isinstance(code, int) else None
@@ -294,6 +314,12 @@ class JobView:
             found = {rank: view.number(name, *labels) for rank, view in self.ranks.items()}
         return {rank: value for rank, value in found.items() if value is not None}
 
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the job has to do, if a rank has told."""
+        told = (view.facts.get("total_steps") for view in self.ranks.values())
+        return next((count for count in told if isinstance(count, int) and count > 0), None)
+
     def job_values(self) -> dict[ValueKey, float]:
         """The metrics of the job as a whole."""
         with self.lock:
@@ -309,9 +335,34 @@ class JobView:
                 values["torsh_world_size", ()] = size
             for found in self.stragglers.stragglers:
                 values["torsh_straggler", (str(found.rank),)] = 1
+        values.update(energy_values(self))
         for source in self.job_value_sources:
             values.update(source())
         return values
+
+
+def energy_values(view: JobView) -> dict[ValueKey, float]:
+    """What the job has spent, as metrics; nothing where no meter is read."""
+    with view.lock:
+        found = view.energy.summary(total_steps=view.total_steps)
+    if found is None:
+        return {}
+    values: dict[ValueKey, float | None] = {
+        ("torsh_energy_joules", ("measured",)): found.measured_j,
+        ("torsh_energy_joules", ("estimated",)): found.estimated_j,
+        ("torsh_power_watts", ()): math.fsum(row.newest_w for row in found.meters),
+        ("torsh_idle_watts", ()): found.idle_w,
+        ("torsh_joules_per_step", ()): found.joules_per_step,
+        ("torsh_joules_per_sample", ()): found.joules_per_sample,
+        ("torsh_wasted_joules", ("failures",)): found.failures_j,
+        ("torsh_wasted_joules", ("undone",)): found.undone_j,
+        ("torsh_wasted_joules", ("skipped",)): found.skipped_j,
+        ("torsh_wasted_joules", ("waiting",)): found.waiting_j,
+        ("torsh_predicted_joules", ()): found.predicted_j,
+        ("torsh_co2_grams", ()): found.grams,
+        ("torsh_carbon_intensity", ()): None if view.energy.carbon is None else view.energy.carbon.g_per_kwh,
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def is_of_node(definition: MetricDefinition) -> bool:

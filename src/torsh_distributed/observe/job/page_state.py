@@ -59,6 +59,7 @@ def page_state(
             "incidents": list(view.incidents)[-_SHOWN_INCIDENTS:],
             "checkpoints": [one for one in view.incidents if one["type"] == "checkpoint"][-20:],
             **view.derived("advice", advice_rows, max_age_s=_ADVICE_AGE_S),
+            "energy": _energy(view),
             "course": view.derived("course", lambda one: training_course(one).to_dict(), max_age_s=_ADVICE_AGE_S),
             "alerts": list(alerts),
             "anomalies": list(anomalies),
@@ -166,6 +167,11 @@ def _timeline(view: JobView) -> list[dict[str, Any]]:
         }
         for rank in shown
     ]
+
+
+def _energy(view: JobView) -> dict[str, Any] | None:
+    found = view.energy.summary(total_steps=view.total_steps)
+    return None if found is None else {**found.to_dict(), "text": found.in_words()}
 
 
 def _nodes(view: JobView) -> list[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torsh_distributed.observe.job.energy_summary import EnergySummary
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.metrics.sample_ring import SampleStatistics
 from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
@@ -68,7 +69,21 @@ def compare_runs(one: JobView, other: JobView) -> list[ComparisonRow]:
         ComparisonRow("busy time", "s", _figure(one, "busy_s"), _figure(other, "busy_s")),
     ]
     rows += [ComparisonRow(part, "s", _figure(one, f"{part}_s"), _figure(other, f"{part}_s")) for part in PARTS]
+    energy = one.energy.summary(), other.energy.summary()
+    for what, unit, value in _ENERGY:
+        rows.append(ComparisonRow(what, unit, *(_only(None if found is None else value(found)) for found in energy)))
     return [row for row in rows if row.first is not None or row.second is not None]
+
+
+_ENERGY: tuple[tuple[str, str, Callable[[EnergySummary], float | None]], ...] = (
+    ("energy", "J", lambda found: found.total_j),
+    ("measured share of it", "%", lambda found: 100 * found.measured_j / found.total_j if found.total_j else None),
+    ("energy a step", "J", lambda found: found.joules_per_step),
+    ("energy a sample", "J", lambda found: found.joules_per_sample),
+    ("energy lost", "J", lambda found: found.wasted_j),
+    ("mean power", "W", lambda found: found.mean_w),
+    ("CO2", "g", lambda found: found.grams),
+)
 
 
 def _steps(view: JobView) -> list[StepRecord]:
@@ -88,6 +103,10 @@ def _loss(view: JobView) -> ComparedFigure | None:
 def _rate(view: JobView) -> ComparedFigure | None:
     rates = [point.samples_per_s for point in view.curve.points()[1:] if point.samples_per_s is not None]
     return _of(rates)
+
+
+def _only(value: float | None) -> ComparedFigure | None:
+    return None if value is None else ComparedFigure(value, 0.0, 1)
 
 
 def _count(number: int) -> ComparedFigure:

@@ -128,6 +128,9 @@ class EventFiles:
                 self.view.num_dropped += 1
                 continue
             self._note_start(event)
+            if isinstance(event, events.EnergyEvent | events.CarbonEvent):  # of a rank without our launcher
+                self.view.take(record)
+                continue
             replay.take(event)
             num_steps += isinstance(event, events.StepEvent)
             if isinstance(event, events.MembershipEvent) and event.action == "joined":
@@ -144,11 +147,13 @@ class EventFiles:
             event = event_of(record)
             if isinstance(event, events.AlertEvent):
                 self.view.incidents.append(events.to_record(event))
+            if isinstance(event, events.EnergyEvent | events.CarbonEvent):
+                self.view.take(record)
             if not isinstance(event, events.MembershipEvent):
                 continue
             self._note_start(event)
             code = re.search(r"exit code (\d+)", event.detail or "")
-            told = {"action": event.action, "attempt": event.attempt, "detail": event.detail}
+            told = {"action": event.action, "attempt": event.attempt, "detail": event.detail, "time": event.time}
             self.view.take({"type": "membership", **told, "exit_code": int(code[1]) if code else None})
             self.view.header.world_size = event.world_size
             if event.action == "ended":

@@ -154,7 +154,18 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_alert_firing", gauge, "", "1 while a rule fires.", "job", ("alert", "severity"), job),
         define("torsh_packets_dropped", counter, "", "Summaries that were lost or malformed.", "observing", (), job),
     )
-    return training + compute + communication + memory + data + state + machine + whole
+    energy = (
+        define("torsh_energy_joules", counter, "joules", "Energy of all nodes, by label.", "energy", ("label",), job),
+        define("torsh_power_watts", gauge, "watts", "Power of all nodes, newest interval.", "energy", (), job),
+        define("torsh_idle_watts", gauge, "watts", "Least power of an interval so far.", "energy", (), job),
+        define("torsh_joules_per_step", gauge, "joules", "Mean of the steps that count.", "energy", (), job),
+        define("torsh_joules_per_sample", gauge, "joules", "All energy over committed samples.", "energy", (), job),
+        define("torsh_wasted_joules", counter, "joules", "Lost energy, by cause.", "energy", ("cause",), job),
+        define("torsh_predicted_joules", gauge, "joules", "At the end of the job, at this rate.", "energy", (), job),
+        define("torsh_co2_grams", counter, "", "Grams of CO2, at each interval's intensity.", "energy", (), job),
+        define("torsh_carbon_intensity", gauge, "", "Grams of CO2 a kWh that count now.", "energy", (), job),
+    )
+    return training + compute + communication + memory + data + state + machine + whole + energy
 
 
 CATALOGUE: Mapping[str, MetricDefinition] = {definition.name: definition for definition in _table()}

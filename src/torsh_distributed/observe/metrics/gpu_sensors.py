@@ -43,12 +43,12 @@ class GpuSensors:
     def read(self) -> list[GpuReading]:
         """A reading of every GPU. Raises FeatureNotAvailable where there is a driver and not the package."""
         if self._handles is None:
-            self._handles = _open()
+            self._handles = open_gpus()
         return [_reading(index, handle) for index, handle in self._handles.items()]
 
 
-def _open() -> dict[int, Any]:
-    """The driver's handles by index."""
+def open_gpus() -> dict[int, Any]:
+    """The driver's handles by index; none without a driver. Raises FeatureNotAvailable without NVIDIA's package."""
     try:
         import pynvml
     except ImportError as error:
@@ -61,19 +61,19 @@ def _open() -> dict[int, Any]:
     except pynvml.NVMLError as error:
         _log.info("no GPU is read: %s", error)
         return {}
-    handles = {index: _answer(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
+    handles = {index: answer_of(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
     return {index: handle for index, handle in handles.items() if handle is not None}
 
 
 def _reading(index: int, handle: Any) -> GpuReading:
     import pynvml as nvml
 
-    use = _answer(nvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = _answer(nvml.nvmlDeviceGetMemoryInfo, handle)
-    milliwatts = _answer(nvml.nvmlDeviceGetPowerUsage, handle)
-    millijoules = _answer(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    use = answer_of(nvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = answer_of(nvml.nvmlDeviceGetMemoryInfo, handle)
+    milliwatts = answer_of(nvml.nvmlDeviceGetPowerUsage, handle)
+    millijoules = answer_of(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
     corrected, uncorrected = (
-        _answer(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
+        answer_of(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
         for kind in (nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
     )
     return GpuReading(
@@ -81,8 +81,10 @@ def _reading(index: int, handle: Any) -> GpuReading:
         utilization=None if use is None else use.gpu / 100,
         used_bytes=None if memory is None else memory.used,
         total_bytes=None if memory is None else memory.total,
-        celsius=_answer(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        limit_celsius=_answer(nvml.nvmlDeviceGetTemperatureThreshold, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        celsius=answer_of(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        limit_celsius=answer_of(
+            nvml.nvmlDeviceGetTemperatureThreshold, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        ),
         corrected_errors=corrected,
         uncorrected_errors=uncorrected,
         power_w=None if milliwatts is None else milliwatts / 1e3,
@@ -90,7 +92,7 @@ def _reading(index: int, handle: Any) -> GpuReading:
     )
 
 
-def _answer(ask: Callable[..., Any], *args: Any) -> Any:
+def answer_of(ask: Callable[..., Any], *args: Any) -> Any:
     """What the driver answers; None for what this GPU does not measure."""
     import pynvml
 

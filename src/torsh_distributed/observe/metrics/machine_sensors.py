@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.observe.metrics.energy_counters import POWERCAP, rapl_counters
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 
@@ -49,13 +50,12 @@ class ProcessSensors:
 
 _log = logging.getLogger(__name__)
 _MAX_SENSORS = 16
-_POWERCAP = Path("/sys/class/powercap")
 
 
 class MachineSensors:
     """Reads the node at most every `interval_s`. A sensor that fails is not read again."""
 
-    def __init__(self, interval_s: float = 5.0, *, powercap: Path = _POWERCAP) -> None:
+    def __init__(self, interval_s: float = 5.0, *, powercap: Path = POWERCAP) -> None:
         self._interval_s = interval_s
         self._due_s = 0.0
         self._totals: dict[str, float] = {}
@@ -126,19 +126,14 @@ class MachineSensors:
 
     def _read_energy(self, metrics: RankMetrics) -> None:
         """What the processors' own meters count (RAPL), since the first reading; often for root alone."""
-        for zone in sorted(self._powercap.glob("intel-rapl:*")):
-            if zone.name.count(":") > 1:
-                continue  # a part of a package, which is in the package's own
-            total_j = int((zone / "energy_uj").read_text()) / 1e6
-            before_j = self._totals.get(zone.name)
-            self._totals[zone.name] = total_j
-            if before_j is None:
-                continue
-            # The meter starts over every few minutes to hours.
-            range_j = int((zone / "max_energy_range_uj").read_text()) / 1e6 if total_j < before_j else 0.0
-            metrics("torsh_node_energy_joules", (zone / "name").read_text().strip()[:60]).record(
-                total_j - before_j + range_j
-            )
+        for counter in rapl_counters(self._powercap):
+            total_j = counter.read_j()
+            before_j = self._totals.get(counter.name)
+            self._totals[counter.name] = total_j
+            if before_j is not None:
+                # The counter starts over every few minutes to hours.
+                range_j = counter.range_j or 0.0 if total_j < before_j else 0.0
+                metrics("torsh_node_energy_joules", counter.name).record(total_j - before_j + range_j)
 
     def _read_gpus(self, metrics: RankMetrics) -> None:
         for reading in self._gpus.read():

@@ -88,6 +88,9 @@ class Observer:
             self._queue.close()
         if self._settings.report is not None:
             self._try("the report", self._write_report)
+        spent = self.view.energy.summary()
+        if spent is not None:
+            self._tell("said", f"energy: {spent.in_words()}")
         self._feed.closing.set()
         self._stack.close()
 

@@ -248,6 +248,17 @@
     table("course", [["", (row) => row[0]], ["", (row) => row[1]]], rows, "none");
   }
 
+  function drawEnergy(energy) {
+    byId("energy-section").hidden = !energy;
+    if (!energy) return;
+    const joules = (value) => (isNumber(value) ? (value >= 3.6e6 ? `${short(value / 3.6e6)} kWh` : value >= 1e3 ? `${short(value / 1e3)} kJ` : `${short(value)} J`) : "–");
+    const rows = [["in all", `${joules(energy.total_j)} (${energy.label}), mean ${short(energy.mean_w)} W, most ${short(energy.peak_w)} W`], ["a sample", joules(energy.joules_per_sample)], ["a step", joules(energy.joules_per_step)],
+      ["in steps", `${joules(energy.steps_j)}, of it waiting ${joules(energy.waiting_j)}`], ["start", joules(energy.start_j)], ["lost to failures", `${joules(energy.failures_j)}, steps done again ${joules(energy.undone_j)}, skipped ${joules(energy.skipped_j)}`],
+      ["between and after steps", joules(energy.other_j)], ["idle", isNumber(energy.idle_w) ? `${short(energy.idle_w)} W, ${joules(energy.idle_j)}` : "not measured yet"], ["at the end", isNumber(energy.predicted_j) ? `${joules(energy.predicted_j)} ± ${joules(energy.predicted_error_j)}` : "–"],
+      ["CO2", isNumber(energy.grams) ? `${short(energy.grams)} g` : "no intensity is known"], ["by rank", Object.entries(energy.by_rank).map(([rank, value]) => `${rank}: ${joules(value)}`).join(", ")],
+      ...energy.meters.map((one) => [`node ${one.node}, ${one.meter}`, `${joules(one.joules)}, ${short(one.newest_w)} W, ${one.source}${one.is_measured ? "" : ", estimated"}${one.detail ? `: ${one.detail}` : ""}`]), ...energy.notes.map((note) => ["note", note])];
+    table("energy", [["", (row) => row[0]], ["", (row) => row[1]]], rows, "none");
+  }
   function drawAlerts(alerts) {
     byId("alerts-section").hidden = !alerts.length;
     put("alerts", ...alerts.map((alert) => {
@@ -295,6 +306,7 @@
     drawMesh(state.mesh, job.world_size);
     drawAdvice(state);
     drawCourse(state.course);
+    drawEnergy(state.energy);
     table("checkpoints", [["time", (row) => clock(row.time)], ["what", (row) => row.action], ["step", (row) => count(row.step), true], ["took", (row) => seconds(row.duration_s), true],
       ["size", (row) => bytes(row.num_bytes), true], ["where", (row) => row.error || row.path || ""]], [...state.checkpoints].reverse(), "none yet");
     byId("anomalies-section").hidden = !state.anomalies.length;
