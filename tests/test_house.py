@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
-PACKAGE = SOURCE / "torsh_distributed"
+from tests.bed.source import PACKAGE, source_files, text_of, tree_of
+
+SOURCE = PACKAGE.parent
 MOST_MODULES = 12
 
 SAME_IDEA = {
@@ -33,14 +33,9 @@ OF_A_SECTION = {path.stem for path in (PACKAGE / "plan" / "sections").rglob("*.p
 """A section of a plan is called as the part of the library that it configures."""
 
 
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def modules() -> dict[str, Path]:
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in source_files():
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -73,10 +68,14 @@ def test_every_folder_of_tests_is_a_package() -> None:
     assert {str(folder.relative_to(tests)) for folder in folders if not (folder / "__init__.py").exists()} == set()
 
 
-NOT_PLAIN = r"\bof ours\b|\banew\b|\bmend(s|ed|ing)?\b|behind its back|\bworth nothing\b|'s word on\b|looks? no more\b"
+NOT_PLAIN = re.compile(
+    r"\bof ours\b|\banew\b|\bmend(s|ed|ing)?\b|behind its back|\bworth nothing\b|'s word on\b|looks? no more\b",
+    re.IGNORECASE,
+)
 """Words that a reader stumbles over; there is a common one for each."""
 
 
+@pytest.mark.slow
 def test_the_english_is_plain() -> None:
     root = SOURCE.parent
     texts = [path for folder, ends in PROSE.items() for end in ends for path in (root / folder).rglob(f"*{end}")]
@@ -84,8 +83,9 @@ def test_the_english_is_plain() -> None:
         f"{path.relative_to(root)}:{number} {match[0]}"
         for path in [*texts, *root.glob("*.md")]
         if path.resolve() != Path(__file__).resolve()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if (match := re.search(NOT_PLAIN, line, re.IGNORECASE))
+        if NOT_PLAIN.search(text := path.read_text())
+        for number, line in enumerate(text.splitlines(), 1)
+        if (match := NOT_PLAIN.search(line))
     ]
     assert found == []
 
@@ -103,7 +103,7 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 def test_errors_without_text_can_be_shown() -> None:
     """`assert False` says nothing, and the first of no lines is an IndexError in place of the message."""
-    found = [str(path) for path in PACKAGE.rglob("*.py") if "str(error).splitlines()[0]" in path.read_text()]
+    found = [str(path) for path in source_files() if "str(error).splitlines()[0]" in text_of(path)]
     assert not found, "errors.first_line shows the type of an error that says nothing"
 
 
@@ -120,7 +120,7 @@ def test_no_import_goes_in_a_circle() -> None:
 
 
 def test_no_folder_has_more_modules_than_a_reader_takes_in() -> None:
-    paths = [path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "torch_internals.py")]
+    paths = [path for path in source_files() if path.name not in ("__init__.py", "torch_internals.py")]
     sizes = collections.Counter(path.parent for path in paths if path != PACKAGE / "run.py")  # a command, as in cli
     assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
 
@@ -145,6 +145,7 @@ def test_a_type_name_means_one_thing() -> None:
     assert {type_name: homes for type_name, homes in seen.items() if len(homes) > 1} == {}
 
 
+@pytest.mark.slow
 def test_every_package_says_what_lives_in_it() -> None:
     silent = [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
     assert silent == []

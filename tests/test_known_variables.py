@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.bed.source import PACKAGE, nodes_of, source_files
 from torsh_distributed import known_variables
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.known_variables import KNOWN, REMOVED, RENAMED
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "torsh_distributed"
 READS = {"get", "pop", "setdefault"}
 ALIKE = re.compile(
     r"(TORSH|SLURM|OMPI|PMIX?|PBS|NCCL|GLOO|TORCH|TORCHELASTIC|HOROVOD|DEEPSPEED|RAY|KUBERNETES|PET|CUDA|OMP|MASTER)"
@@ -25,25 +24,32 @@ NOT_VARIABLES = {"TORCH_DISTRIBUTED_DEFAULT_PORT", "GLOO_DEVICE_TRANSPORT_TCP_TL
 """A constant of DeepSpeed's; the beginning of names that gloo has for its certificates."""
 
 
-@functools.cache
-def trees() -> dict[str, ast.Module]:
-    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "known_variables.py"]
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(paths)}
+def modules() -> dict[str, tuple[ast.AST, ...]]:
+    """The nodes of every module but the table's."""
+    paths = [path for path in source_files() if path.name != "known_variables.py"]
+    return {str(path.relative_to(PACKAGE)): nodes_of(path) for path in paths}
 
 
 def is_environment(node: ast.AST) -> bool:
-    return ast.unparse(node).rpartition(".")[2] in ("environ", "_environ")
+    return last_name(node) in ("environ", "_environ")
 
 
-def names_read(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def last_name(node: ast.AST) -> str:
+    """`environ` of `os.environ` and of `given or os.environ`. Plain names first: writing out code takes long."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node).rpartition(".")[2]
+
+
+def names_read(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Literals that an environment is asked for, by any of the ways to ask."""
-    for node in ast.walk(tree):
+    for node in nodes:
         asked: ast.expr | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             if (
                 (node.func.attr in READS and is_environment(node.func.value))
                 or node.func.attr == "getenv"
-                or ast.unparse(node.func.value) == "known_variables"
+                or last_name(node.func.value) == "known_variables"
             ):
                 asked = node.args[0]
         elif isinstance(node, ast.Subscript) and is_environment(node.value):
@@ -61,18 +67,20 @@ def names_read(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.slow
 def test_every_variable_in_the_code_is_in_the_table() -> None:
     known = {*KNOWN, *RENAMED, *REMOVED, *NOT_VARIABLES}
-    found = {f"{home}: {name}" for home, tree in trees().items() for _, name in names_read(tree) if name not in known}
+    found = {
+        f"{home}: {name}" for home, nodes in modules().items() for _, name in names_read(nodes) if name not in known
+    }
     assert found == set()
 
 
 @pytest.mark.slow
 def test_every_variable_of_ours_is_used() -> None:
-    used = {name for tree in trees().values() for _, name in names_read(tree)}
+    used = {name for nodes in modules().values() for _, name in names_read(nodes)}
     in_c = " ".join(path.read_text() for path in PACKAGE.rglob("*.c"))
     updates = {
         keyword.arg
-        for tree in trees().values()
-        for node in ast.walk(tree)
+        for nodes in modules().values()
+        for node in nodes
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     }
@@ -85,8 +93,8 @@ def test_a_default_is_written_in_the_table_alone() -> None:
     """An empty default is none: it says that unset and empty are the same."""
     second = [
         f"{home}:{node.lineno} {ast.unparse(node)}"
-        for home, tree in trees().items()
-        for node in ast.walk(tree)
+        for home, nodes in modules().items()
+        for node in nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "get"

@@ -8,20 +8,20 @@ writes it for the torch at hand; cut a line to the parameters that all supported
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import pkgutil
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-PACKAGE = Path(__file__).parents[1] / "src" / "torsh_distributed"
+from tests.bed.source import PACKAGE, nodes_of, source_files, tree_of
+
 FROZEN = Path(__file__).with_name("torch_internals.txt")
 LAYERS = sorted(path.parent.name for path in PACKAGE.glob("*/torch_internals.py"))
 
@@ -54,11 +54,6 @@ OF_OTHERS = {
 
 NO_TORCH = ("self", "cls", "torch_internals")
 PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def listed_in(layer: str) -> Iterator[str]:
@@ -164,8 +159,8 @@ def is_private(word: str) -> bool:
 def own_names() -> set[str]:
     """Private names that this tree defines itself: functions, classes, fields, attributes."""
     found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+    for path in source_files():
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -178,10 +173,10 @@ def own_names() -> set[str]:
     return found
 
 
-def torch_names(tree: ast.Module) -> set[str]:
+def torch_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Names in a module that stand for torch, or for something imported from it."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname or "torch" for alias in node.names if alias.name.split(".")[0] == "torch"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -191,15 +186,15 @@ def torch_names(tree: ast.Module) -> set[str]:
 
 def uses(path: Path, ours: set[str]) -> Iterator[tuple[int, str]]:
     """Private names of torch that a module imports or reads, with the line."""
-    tree = tree_of(path)
-    torchs = torch_names(tree)
-    for node in ast.walk(tree):
+    nodes = nodes_of(path)
+    torchs = torch_names(nodes)
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
                 if any(map(is_private, [*str(node.module).split("."), alias.name])):
                     yield node.lineno, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            owner = ast.unparse(node.value)
+            owner = node.value.id if isinstance(node.value, ast.Name) else ast.unparse(node.value)
             if owner.split(".")[0] in torchs or (owner not in NO_TORCH and node.attr not in ours):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
@@ -213,7 +208,7 @@ def uses(path: Path, ours: set[str]) -> Iterator[tuple[int, str]]:
 @pytest.mark.slow
 def test_no_module_names_a_private_part_of_torch_that_its_layer_does_not_list() -> None:
     ours, unlisted = own_names(), []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in source_files():
         layer = path.relative_to(PACKAGE).parts[0]
         if path.name == "torch_internals.py":
             continue

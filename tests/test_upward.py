@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.source import PACKAGE, nodes_of, source_files, text_of
 from torsh_distributed import upward
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "torsh_distributed"
 LISTED = {name: value for name, value in vars(upward).items() if name.isupper()}
 PLACES = sorted({place for value in LISTED.values() for place in ([value] if isinstance(value, str) else value)})
 
@@ -29,7 +29,7 @@ def test_a_place_above_is_there(place: str) -> None:
 
 @pytest.mark.parametrize("name", LISTED)
 def test_a_place_above_is_used(name: str) -> None:
-    texts = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "upward.py"]
+    texts = [text_of(path) for path in source_files() if path.name != "upward.py"]
     assert any(f"upward.{name}" in text or f"upward import {name}" in text for text in texts)
 
 
@@ -37,12 +37,12 @@ def test_a_place_above_is_used(name: str) -> None:
 def test_a_higher_layer_is_named_in_one_module() -> None:
     layers = layer_of()
     elsewhere = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in source_files():
         mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        text = path.read_text()
+        text = text_of(path)
         if mine not in layers or mine == "upward" or "torsh_distributed." not in text:
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             words = node.value.split(":")[0].split(".")

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bed.source import PACKAGE, nodes_of, source_files, text_of
 from tests.docs.blocks import ROOT, pages
 
 SOURCE = ROOT / "src"
-PACKAGE = SOURCE / "torsh_distributed"
 CODE = ("src", "benchmarks", "examples", "docs", "tools")
 """Folders whose Python files say which names there are. Not tests: they name what is refused, too."""
 FILES = (*CODE, "tests", "constraints", ".ci", ".github")
@@ -251,8 +251,8 @@ def _plan_keys() -> dict[str, set[str]]:
 @functools.cache
 def _classes() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for name in re.findall(r"^\s*class (\w+)", path.read_text(), re.MULTILINE):
+    for path in source_files():
+        for name in re.findall(r"^\s*class (\w+)", text_of(path), re.MULTILINE):
             found.setdefault(name, []).append(path)
     return found
 
@@ -262,7 +262,7 @@ def _members(name: str) -> frozenset[str] | None:
     """What one of our classes has; None if one of its bases is foreign."""
     found: set[str] = set()
     for path in _classes()[name]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not (isinstance(node, ast.ClassDef) and node.name == name):
                 continue
             for base in node.bases:
