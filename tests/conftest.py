@@ -5,6 +5,7 @@ What a test may need of the machine is checked by `tests/bed/needs.py`, what it 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests.bed.interrupts import heed_interrupts
 from tests.bed.world import World
@@ -34,12 +36,22 @@ pytest_plugins = ["tests.bed.needs", "tests.bed.leaks", "tests.bed.gates"]
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("suite"), max_examples=25)
 settings.load_profile("suite")
+# Hypothesis draws from the constants of all modules that are imported at the moment. Examples would depend on which
+# tests ran before in the same process, and to find the constants takes ten seconds in a fresh clone.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make unit` tries fewer examples of each property."""
     if "not slow" in config.option.markexpr:
         settings.load_profile("quick")
+    gc.disable()  # what is imported and collected stays: to look for garbage in it takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, among what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
