@@ -5,6 +5,7 @@ from torsh_distributed import compress as compress
 from torsh_distributed import elastic as elastic
 from torsh_distributed import errors as errors
 from torsh_distributed import events as events
+from torsh_distributed import federated as federated
 from torsh_distributed import launch as launch
 from torsh_distributed import migrate as migrate
 from torsh_distributed import observe as observe

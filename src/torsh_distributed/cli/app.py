@@ -77,6 +77,10 @@ COMMANDS = {
         "torsh_distributed.cli.migrate",
         "Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
     ),
+    "federated": (
+        "torsh_distributed.cli.federated.commands",
+        "Train on clients whose data stay where they are.",
+    ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }
 

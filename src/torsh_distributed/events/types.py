@@ -392,6 +392,25 @@ class LogEvent(Event):
     step: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederatedRoundEvent(Event):
+    """A federated round was accepted, and the global model updated."""
+
+    kind: ClassVar[str] = "federated_round"
+
+    round: int
+    num_chosen: int
+    num_updates: int
+    num_attempts: int
+    failures: dict[str, int]
+    """Why clients did not count, to how many."""
+    figures: dict[str, float]
+    """Of the global model and of the clients' training."""
+    bytes_up: int
+    bytes_down: int
+    duration_s: float
+
+
 _EVENT_TYPES: tuple[type[Event], ...] = (
     StepEvent,
     CollectiveEvent,
@@ -414,6 +433,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     DecisionEvent,
     AlertEvent,
     LogEvent,
+    FederatedRoundEvent,
 )
 
 

@@ -1,0 +1,1 @@
+"""The `torsh` commands of federated training."""

@@ -1,0 +1,104 @@
+"""`torsh federated`: train on clients whose data stay where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torsh_distributed.federated.federated_config import FederatedConfig
+    from torsh_distributed.federated.federated_task import FederatedTask
+    from torsh_distributed.federated.rounds.round_loop import FederatedResult, RoundRecord
+
+app = typer.Typer(help="Train on clients whose data stay where they are.", add_completion=False, no_args_is_help=True)
+
+Task = Annotated[Path, typer.Argument(help="A Python file with a FederatedTask.")]
+Rounds = Annotated[int | None, typer.Option(min=0, help="How many rounds; the task's config says it by default.")]
+PerRound = Annotated[int | None, typer.Option(min=1, help="How many clients are asked in a round.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Epochs of local training in a round.")]
+StrategyName = Annotated[str | None, typer.Option("--strategy", help="fedavg, fedprox, scaffold and so on.")]
+SelectionName = Annotated[str | None, typer.Option("--selection", help="How clients are chosen, such as round_robin.")]
+Seed = Annotated[int | None, typer.Option(help="Of the model's first values, choices and training.")]
+Output = Annotated[
+    Path | None, typer.Option(help="Keep the state after each round here, and the model; a later run goes on.")
+]
+
+
+@app.callback()
+def _group() -> None:
+    """Train on clients whose data stay where they are."""
+
+
+@app.command("simulate")
+def simulate_command(
+    task: Task,
+    clients: Annotated[int, typer.Option(min=1, help="How many virtual clients.")] = 10,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes train them.")] = 1,
+    rounds: Rounds = None,
+    per_round: PerRound = None,
+    epochs: Epochs = None,
+    strategy: StrategyName = None,
+    selection: SelectionName = None,
+    seed: Seed = None,
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="Probability that a client does not answer.")] = 0.0,
+    stragglers: Annotated[
+        float, typer.Option(min=0, max=1, help="Probability that a client does only some of its epochs.")
+    ] = 0.0,
+    output: Output = None,
+) -> None:
+    """Train with virtual clients on this machine."""
+    from torsh_distributed.federated.federated_task import load_task
+    from torsh_distributed.federated.simulation.simulate import simulate
+    from torsh_distributed.federated.simulation.virtual_clients import Availability
+
+    loaded = load_task(task)
+    config = _config(
+        loaded,
+        rounds=rounds,
+        clients_per_round=per_round,
+        local_epochs=epochs,
+        strategy=strategy,
+        selection=selection,
+        seed=seed,
+    )
+    result = simulate(
+        task if workers > 1 else loaded,
+        num_clients=clients,
+        config=config,
+        num_workers=workers,
+        availability=Availability(dropout=dropout, stragglers=stragglers),
+        directory=output,
+        on_round=_print_round,
+    )
+    _finish(result, output)
+
+
+def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
+    """The task's config with what the command line says."""
+    from torsh_distributed.federated.client_selection import selection_named
+    from torsh_distributed.federated.federated_config import config_of
+    from torsh_distributed.federated.strategies.registry import strategy_named
+
+    for name, find in (("strategy", strategy_named), ("selection", selection_named)):
+        if given[name] is not None:
+            given[name] = find(given[name])
+    return dataclasses.replace(config_of(task), **{name: value for name, value in given.items() if value is not None})
+
+
+def _print_round(record: RoundRecord) -> None:
+    figures = "  ".join(f"{name} {value:.4f}" for name, value in record.figures.items())
+    lost = "".join(f"; {count} × {reason}" for reason, count in record.failures.items())
+    typer.echo(f"round {record.round}: {record.num_updates} of {record.num_chosen} clients  {figures}{lost}")
+
+
+def _finish(result: FederatedResult, output: Path | None) -> None:
+    seconds = sum(record.duration_s for record in result.rounds)
+    typer.echo(f"{len(result.rounds)} rounds in {seconds:.1f} s")
+    if output is not None:
+        import torch
+
+        torch.save(result.model.state_dict(), output / "model.pt")
+        typer.echo(f"the model is in {output / 'model.pt'}")

@@ -1,0 +1,72 @@
+"""How a federated run goes: how many rounds, with whom, by which strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.federated.client_selection import ClientSelection, RandomSelection
+from torsh_distributed.federated.federated_task import FederatedTask
+from torsh_distributed.federated.strategies.averaging import FedAvg
+from torsh_distributed.federated.strategies.base import FederatedStrategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederatedConfig:
+    """Settings of a run, the same for a simulation and for devices."""
+
+    rounds: int = 10
+    """How often the global model is updated."""
+
+    clients_per_round: int = 10
+    """How many clients are asked in a round. More make the mean steadier, and the round longer."""
+
+    min_clients: int = 1
+    """The fewest updates that make a round. With fewer it is tried again, with other clients."""
+
+    max_attempts: int = 3
+    """How often a round is tried before the run ends with the reasons."""
+
+    local_epochs: int = 1
+    """What `train` gets as `epochs`. More means fewer rounds, and clients that drift apart on data that differ."""
+
+    partial_work: bool = True
+    """Whether a client that did fewer epochs counts. False drops it, as FedAvg was published."""
+
+    max_update_norm: float | None = None
+    """The longest update (Euclidean) that is accepted; None: any finite one."""
+
+    strategy: FederatedStrategy = field(default_factory=FedAvg)
+    """What the server does with the updates."""
+
+    selection: ClientSelection = field(default_factory=RandomSelection)
+    """Who is asked."""
+
+    seed: int = 0
+    """Of the model's first values, of the choice of clients, and of their training."""
+
+    def __post_init__(self) -> None:
+        for name in ("clients_per_round", "min_clients", "max_attempts", "local_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1", **{name: getattr(self, name)})
+        if self.rounds < 0:
+            raise ConfigurationError("rounds must not be negative", rounds=self.rounds)
+        if self.min_clients > self.clients_per_round:
+            raise ConfigurationError(
+                "a round can never have min_clients updates if fewer clients are asked",
+                hint="raise clients_per_round or lower min_clients",
+                min_clients=self.min_clients,
+                clients_per_round=self.clients_per_round,
+            )
+        if self.max_update_norm is not None and not self.max_update_norm > 0:
+            raise ConfigurationError("max_update_norm must be above 0", max_update_norm=self.max_update_norm)
+
+
+def config_of(task: FederatedTask) -> FederatedConfig:
+    """The task's own settings, or the defaults."""
+    config = FederatedConfig() if task.config is None else task.config
+    if not isinstance(config, FederatedConfig):
+        raise ConfigurationError(
+            f"the config of {type(task).__name__} must be a FederatedConfig", got=type(config).__name__
+        )
+    return config

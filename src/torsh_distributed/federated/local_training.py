@@ -1,0 +1,188 @@
+"""One client's part of a round: the task's own training loop, with the strategy's terms added at each optimizer step.
+
+The terms are added in a hook before the step, the one place that every training loop passes:
+
+    FedProx    gradient + mu (y - x)          x: the model that the round began with, y: the client's
+    SCAFFOLD   gradient + c - c_i             c, c_i: control variates of the server and of the client
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.federated.federated_task import FederatedTask
+from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.random_seeds import seed_everything
+
+CONTROL = "control"
+"""SCAFFOLD's name for its vectors, on the wire and in a client's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalWork:
+    """What a client is asked to do in a round."""
+
+    round: int
+    client: str
+    epochs: int
+    seed: int
+    proximal: float = 0.0
+    """mu of FedProx; 0 adds nothing."""
+    control: Tensor | None = None
+    """c of SCAFFOLD; None: another strategy."""
+    wants_step_norm: bool = False
+    """Whether the strategy compares clients by `ClientUpdate.step_norm`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ClientUpdate:
+    """What a client did in a round."""
+
+    client: str
+    round: int
+    delta: Tensor
+    """The client's model less the one that the round began with."""
+    num_samples: int
+    num_steps: int
+    step_norm: float = 0.0
+    """How far steps of gradient 1 would have gone: the learning rate times FedNova's a_i."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Further vectors that the strategy averages."""
+    figures: dict[str, float] = field(default_factory=dict)
+    duration_s: float = 0.0
+
+
+def train_client(
+    task: FederatedTask, replica: ModelVector, start: Tensor, data: Any, work: LocalWork, state: Mapping[str, Tensor]
+) -> tuple[ClientUpdate, dict[str, Tensor]]:
+    """Train from `start` in the replica's model; returns the update, and the client's state if the round counts.
+
+    `state` is what earlier rounds left on this client. Raises what the task raises.
+    """
+    num_samples = task.num_samples(data)
+    if num_samples < 1:
+        raise InvalidArgument("the client has no data", client=work.client)
+    replica.write(start)
+    replica.model.train()
+    seed_everything(work.seed)
+    own_control = state.get(CONTROL)
+    if work.control is not None and own_control is None:
+        own_control = torch.zeros_like(work.control)
+    began_s = time.perf_counter()
+    with _corrected_steps(replica, start, work, own_control) as steps:
+        figures = task.train(replica.model, data, work.epochs) or {}
+    end = replica.read()
+    update = ClientUpdate(
+        client=work.client,
+        round=work.round,
+        delta=end - start,
+        num_samples=num_samples,
+        num_steps=steps.num_steps,
+        step_norm=steps.norm,
+        figures={name: float(value) for name, value in figures.items()},
+        duration_s=time.perf_counter() - began_s,
+    )
+    if not steps.num_steps and (work.proximal or work.control is not None or work.wants_step_norm):
+        raise InvalidArgument(
+            "train() took no step of an optimizer of torch, by which this strategy works",
+            hint="train with torch.optim, or choose strategy 'fedavg'",
+            client=work.client,
+        )
+    if work.control is None:
+        return update, {}
+    assert own_control is not None, "made above"
+    new_control = own_control - work.control - update.delta / steps.sum_of_rates
+    update.extras[CONTROL] = new_control - own_control
+    return update, {CONTROL: new_control}
+
+
+class _LocalSteps:
+    """Counts the steps of one client, and follows what unit gradients would have done."""
+
+    def __init__(self, work: LocalWork) -> None:
+        self._work = work
+        self._momentum = 0.0
+        self._place = 0.0
+        self.num_steps = 0
+        self.sum_of_rates = 0.0
+
+    @property
+    def norm(self) -> float:
+        """See `ClientUpdate.step_norm`."""
+        return -self._place
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step is about to be taken."""
+        self.num_steps += 1
+        if self._work.control is None and not self._work.wants_step_norm:
+            return
+        group = self._only_group(optimizer)
+        rate, momentum = float(group["lr"]), float(group["momentum"])
+        self.sum_of_rates += rate
+        # SGD itself, on one number whose gradient is 1.
+        gradient = 1.0 + self._work.proximal * self._place
+        if momentum:
+            is_first = self.num_steps == 1
+            self._momentum = gradient if is_first else momentum * self._momentum + (1 - group["dampening"]) * gradient
+            gradient = gradient + momentum * self._momentum if group["nesterov"] else self._momentum
+        self._place -= rate * gradient
+
+    def _only_group(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The settings of all parameters; refuses what the strategy's equations do not describe."""
+        is_scaffold = self._work.control is not None
+        name = "SCAFFOLD" if is_scaffold else "FedNova"
+        groups = optimizer.param_groups
+        if not isinstance(optimizer, torch.optim.SGD) or (is_scaffold and any(group["momentum"] for group in groups)):
+            raise ConfigurationError(
+                f"{name} is defined for {'plain SGD' if is_scaffold else 'SGD'} on the clients",
+                hint="train with torch.optim.SGD" + (" without momentum" if is_scaffold else ""),
+                optimizer=type(optimizer).__name__,
+            )
+        if len({(float(group["lr"]), float(group["momentum"])) for group in groups}) > 1:
+            raise ConfigurationError(f"{name} needs one learning rate for all parameters of the client's optimizer")
+        return groups[0]
+
+
+@contextmanager
+def _corrected_steps(
+    replica: ModelVector, start: Tensor, work: LocalWork, own_control: Tensor | None
+) -> Iterator[_LocalSteps]:
+    """While open, every step of an optimizer of the replica's parameters gets the strategy's terms."""
+    record = _LocalSteps(work)
+    anchors = replica.views(start) if work.proximal else {}
+    controls = replica.views(work.control - own_control) if work.control is not None and own_control is not None else {}
+    known = {id(param) for param in replica.model.parameters()}
+
+    @torch.no_grad()
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(id(param) in known for param in params):
+            return  # of another model, such as one that is distilled from
+        if (anchors or controls) and any(one is not None for one in (*args[1:], kwargs.get("closure"))):
+            raise ConfigurationError(
+                "a closure computes gradients after the strategy's terms were added",
+                hint="call optimizer.step() without a closure, or choose strategy 'fedavg'",
+            )
+        record.add(optimizer)
+        for param in params:
+            if param.grad is None or id(param) not in known:
+                continue
+            if anchors:
+                param.grad.add_(param - anchors[id(param)], alpha=work.proximal)
+            if controls:
+                param.grad.add_(controls[id(param)])
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield record
+    finally:
+        handle.remove()

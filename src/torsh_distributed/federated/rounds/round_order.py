@@ -1,0 +1,121 @@
+"""What is asked of a round's clients, and what comes back; the same for virtual clients and for devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.federated.client_selection import ClientFacts
+from torsh_distributed.federated.local_training import ClientUpdate, LocalWork
+from torsh_distributed.federated.random_seeds import derived_seed
+from torsh_distributed.federated.strategies.base import FederatedStrategy
+from torsh_distributed.federated.update_sum import UpdateSum
+
+_MOST_SAMPLES = 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOrder:
+    """One attempt at a round."""
+
+    round: int
+    attempt: int
+    model: Tensor
+    epochs: int
+    seed: int
+    proximal: float = 0.0
+    control: Tensor | None = None
+    wants_step_norm: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """Its fields, to send it; tensors are not copied."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def work_of(self, client: str, epochs: int | None = None) -> LocalWork:
+        """A client's part of it."""
+        return LocalWork(
+            round=self.round,
+            client=client,
+            epochs=self.epochs if epochs is None else epochs,
+            seed=derived_seed(self.seed, self.round, client),
+            proximal=self.proximal,
+            control=self.control,
+            wants_step_norm=self.wants_step_norm,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class RoundReplies:
+    """What came back from the clients of a round."""
+
+    total: UpdateSum = field(default_factory=UpdateSum)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Client to why it does not count."""
+    figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """What clients reported, each with its number of samples."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Cohort(Protocol):
+    """The clients of a run, wherever they are."""
+
+    def clients(self) -> list[ClientFacts]:
+        """Those that can be asked now."""
+
+    def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
+        """Ask these clients; returns when all have answered, failed or are late."""
+
+    def round_counts(self, order: RoundOrder) -> None:
+        """The round is accepted: what its clients remember of it is valid."""
+
+    def state(self) -> Mapping[str, object]:
+        """What belongs into the round's file, as plain values and tensors."""
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Continue from `state`."""
+
+
+class UpdateIntake:
+    """Looks at each update by itself, and adds those that may count."""
+
+    def __init__(self, strategy: FederatedStrategy, order: RoundOrder, max_norm: float | None) -> None:
+        self._strategy = strategy
+        self._order = order
+        self._max_norm = max_norm
+        self.replies = RoundReplies()
+
+    def take(self, update: ClientUpdate) -> bool:
+        """Add an update; whether it counts. If not, `replies.failures` says why."""
+        problem = self._problem(update)
+        if problem is not None:
+            self.replies.failures[update.client] = problem
+            return False
+        self.replies.total.add(update, self._strategy.vector(update), self._strategy.weight(update))
+        for name, value in update.figures.items():
+            self.replies.figures.setdefault(name, []).append((update.num_samples, value))
+        return True
+
+    def _problem(self, update: ClientUpdate) -> str | None:
+        if update.round != self._order.round:
+            return f"it is an update of round {update.round}, and this is round {self._order.round}"
+        wanted = {"control"} if self._order.control is not None else set()
+        if set(update.extras) != wanted:
+            return f"it has the vectors {sorted(update.extras)}, where the strategy averages {sorted(wanted)}"
+        model = self._order.model
+        for vector in (update.delta, *update.extras.values()):
+            if vector.shape != model.shape or vector.dtype != model.dtype:
+                return f"its vector has {vector.numel()} {vector.dtype}, the model {model.numel()} {model.dtype}"
+            if not bool(torch.isfinite(vector).all()):
+                return "it has values that are not finite"
+        if not 1 <= update.num_samples <= _MOST_SAMPLES:
+            return f"it claims {update.num_samples} samples"
+        if self._order.wants_step_norm and not update.step_norm > 0:
+            return "it has no step norm, by which the strategy compares clients"
+        if self._max_norm is not None and (norm := float(update.delta.norm())) > self._max_norm:
+            return f"it is {norm:.4g} long, and max_update_norm is {self._max_norm:g}"
+        return None
