@@ -27,7 +27,7 @@ from torsh_distributed.plan.reading.value_sources import (
     values_from_file,
 )
 from torsh_distributed.plan.sections.mesh import MeshConfig
-from torsh_distributed.plan.support import gate_of, status_of
+from torsh_distributed.plan.support import gate_of, lacks_something, status_of
 
 
 class PlanDifference(NamedTuple):
@@ -181,7 +181,9 @@ class Plan(PlanSections):
 
     def unsupported(self) -> tuple[str, ...]:
         """The keys set away from their default that this version would ignore."""
-        return tuple(row.key for row in self.explain() if row.status == "not yet" and self._is_changed(row.key))
+        if not lacks_something():
+            return ()
+        return tuple(key for key in keys_of(Plan) if self._is_changed(key) and status_of(self, key) == "not yet")
 
     def notices(self) -> tuple[str, ...]:
         """A sentence for every key set away from its default that another key turns off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import reprlib
 from collections.abc import Iterable, Sequence
 
@@ -39,6 +40,7 @@ def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {name: section for name, section in found if section is not None}
 
 
+@functools.cache
 def keys_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Every full key of a plan, in the order of its sections."""
     return tuple(f"{name}.{key}" for name, section in sections_of(model).items() for key in section.model_fields)

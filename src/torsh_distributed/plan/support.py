@@ -60,6 +60,11 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
 """Key to another one, and the values of that, that turn it off."""
 
 
+def lacks_something() -> bool:
+    """Whether there is any key or value that this version does not honour."""
+    return bool(NOT_YET)
+
+
 def is_honoured(key: str, value: object) -> bool:
     """Whether this version does what `value` under `key` asks for."""
     section = key.partition(".")[0]

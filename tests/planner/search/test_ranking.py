@@ -6,11 +6,16 @@ import pytest
 from torch import nn
 
 from tests.planner.live_memory import char_gpt, wide
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import machine_named
+from torsh_distributed.planner.machine.step_time import StepPredictor
+from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+from torsh_distributed.planner.memory.rank_memory import estimate_memory
+from torsh_distributed.planner.model.profiling import profile_model
 from torsh_distributed.planner.search.auto_plan import ranked_plans
 from torsh_distributed.planner.search.layouts import meshes
+from torsh_distributed.planner.search.plan_variants import PlanVariants
 from torsh_distributed.planner.search.ranking import Ranking
 
 BASE = Plan(training={"batch_size": 64})
@@ -63,8 +68,6 @@ def test_a_batch_that_does_not_divide_is_said() -> None:
 
 
 def test_every_mesh_has_all_ranks_once() -> None:
-    from torsh_distributed.planner.model.profiling import profile_model
-
     found = list(meshes(16, profile_model(char_gpt()), devices_per_node=8))
     for axes in found:
         assert Plan(**axes).mesh.resolve(16).degrees == axes  # type: ignore[arg-type]
@@ -76,3 +79,25 @@ def test_plan_auto_gives_the_first_or_says_what_is_nearest() -> None:
     chosen.validate(4)
     with pytest.raises(InvalidArgument, match=r"none of \d+ plans fits(.|\n)*the nearest needs"):
         Plan.auto(char_gpt(), world_size=4, machine="a100-40gb", base=BASE, memory_bytes=1e5)
+
+
+def test_the_best_plan_of_a_mesh_is_the_best_of_all_its_variants() -> None:
+    machine, optimizer, limit = machine_named("a100-40gb"), optimizer_named("AdamW"), 45e6
+    profile = profile_model(char_gpt(), BASE)
+    found = ranked(char_gpt(), memory_bytes=limit)
+    assert len(found.plans) > 5
+    predictor = StepPredictor(profile, machine, optimizer)
+    for one in found.plans:
+        mesh = one.plan.mesh.degrees
+        local = 64 // one.plan.mesh.data_degree
+        times = []
+        for variant in PlanVariants(BASE, has_blocks=True).on(mesh, local):
+            plan = BASE.replace(**variant.changes)
+            try:
+                plan.validate(4)
+                fits = estimate_memory(profile, plan, optimizer).peak_bytes <= limit
+            except ConfigurationError:  # not legal, or more stages than blocks
+                continue
+            if fits:
+                times.append(predictor.step_time(plan).total_s)
+        assert one.time.total_s == pytest.approx(min(times))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan.problems import did_you_mean
+from torsh_distributed.planner.machine.measured_rates import OperationRates, SizeTable
 
 NOT_MEASURED = "not measured"
 
@@ -35,11 +36,18 @@ class DeviceLink:
 
     latency_s: Rate
     bytes_per_s: Rate
+    tables: Mapping[int, Mapping[str, SizeTable]] = field(default_factory=dict)
+    """Measured collectives: number of ranks to operation to seconds by bytes."""
 
     def ring_s(self, num_bytes: float, num_ranks: int, *, laps: int) -> float:
-        """A ring over `num_ranks`: one lap gathers or reduces into shards, two laps reduce everywhere."""
+        """A collective over `num_ranks`: one lap gathers or reduces into shards, two laps reduce everywhere.
+
+        As measured with so many ranks; else as a ring of messages.
+        """
         if num_ranks == 1 or num_bytes == 0:
             return 0.0
+        if num_ranks in self.tables:
+            return self.tables[num_ranks]["all_gather" if laps == 1 else "all_reduce"].seconds_at(num_bytes)
         steps = laps * (num_ranks - 1)
         return steps * (self.latency_s.value + num_bytes / num_ranks / self.bytes_per_s.value)
 
@@ -67,20 +75,26 @@ class MachineProfile:
     far: DeviceLink
     """Between nodes, for each device."""
     devices_per_node: int
+    overlap: Rate = Rate(1.0, f"{NOT_MEASURED}: communication is taken to be hidden as far as there is computation")
+    """How much of the shorter of two, a computation and a communication at the same time, costs nothing: 0 to 1."""
+    rates: OperationRates | None = None
+    """Measured times of operations by shape and size, which then count in place of `flops` and `memory_rate`."""
 
     def link(self, num_ranks_apart: int) -> DeviceLink:
         """What connects ranks of which the outermost are so many places apart."""
         return self.near if num_ranks_apart <= self.devices_per_node else self.far
 
-    def not_measured(self, dtype: str) -> list[str]:
-        """The inputs of a prediction that are not measured."""
+    def not_measured(self, dtype: str, *, with_links: bool = True) -> list[str]:
+        """The inputs of a prediction that are not measured; `with_links`: of one with several ranks."""
         named = {
-            f"{dtype} operations in a second": self.flops[dtype],
+            f"{dtype} operations in a second": self.flops.get(dtype) or self.flops["bf16"],
             "memory bandwidth": self.memory_rate,
             "launch of a kernel": self.launch_s,
-            "latency and bandwidth in a node": self.near.bytes_per_s,
-            "latency and bandwidth between nodes": self.far.bytes_per_s,
         }
+        if with_links:
+            named["latency and bandwidth in a node"] = self.near.bytes_per_s
+            named["latency and bandwidth between nodes"] = self.far.bytes_per_s
+            named["how much communication is hidden"] = self.overlap
         return [name for name, rate in named.items() if not rate.is_measured]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torsh_distributed.parallel.mesh.layout import MESH_ORDER
@@ -11,10 +13,14 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params
 from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.machine.machine_profile import DeviceLink, MachineProfile
+from torsh_distributed.planner.machine.operation_times import OperationTimes, RankShare
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
 from torsh_distributed.planner.memory.rank_holdings import ITEMSIZE, samples_per_pass
-from torsh_distributed.planner.memory.stage_parts import StagePart, stage_parts
+from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, stage_parts
 from torsh_distributed.planner.model.model_profile import Held, ModelProfile, SegmentProfile
+
+PER_MICROBATCH = ("forward", "backward", "recompute", "split layers")
+"""The terms that every microbatch has."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,58 @@ class StepTime:
         return sum(self.terms.values())
 
 
-def predict_step(profile: ModelProfile, plan: Plan, machine: MachineProfile, optimizer: OptimizerProfile) -> StepTime:
-    """The time of a step for a plan that is valid and resolved for its world.
+@dataclass(frozen=True)
+class StagePhases:
+    """What one pipeline rank does for a microbatch, in seconds."""
 
-    Products run at the machine's rate for them, all else at its memory's; a step never takes less than its kernels
-    take to launch. Gradients and gathered pieces travel while the neighbouring block computes.
-    """
-    return _Prediction(profile, plan, machine, optimizer).step_time()
+    forward_s: float
+    forward_waits_s: float
+    """Communication that its computation does not hide."""
+    backward_s: float
+    """With what is recomputed."""
+    backward_waits_s: float
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class StepPhases:
+    """A step as phases: what ranks compute by themselves, and where they wait for which others."""
+
+    stages: tuple[StagePhases, ...]
+    """By pipeline rank."""
+    block_axes: tuple[str, ...]
+    """Along which ranks meet in every block."""
+    send_s: float
+    """From one stage to the next."""
+    averaging_axes: tuple[str, ...]
+    averaging_s: float
+    update_s: float
+
+
+class StepPredictor:
+    """Predicts steps of one model on one machine; what plans have in common is computed once."""
+
+    def __init__(self, profile: ModelProfile, machine: MachineProfile, optimizer: OptimizerProfile) -> None:
+        self._profile, self._machine, self._optimizer = profile, machine, optimizer
+        self._times: dict[str, OperationTimes] = {}
+        self._counted: dict[tuple[tuple[StagePart, ...], int], tuple[tuple[SegmentProfile, int, bool], ...]] = {}
+
+    def step_time(self, plan: Plan) -> StepTime:
+        """The time of a step for a plan that is valid and resolved for its world.
+
+        Operations take what the machine's rates say; gradients and gathered pieces travel while the neighbouring block
+        computes, as far as the machine was seen to do both at once.
+        """
+        return self._prediction(plan).step_time()
+
+    def phases(self, plan: Plan) -> StepPhases:
+        """The same step as phases of ranks, for a simulation."""
+        return self._prediction(plan).phases()
+
+    def _prediction(self, plan: Plan) -> _Prediction:
+        dtype = plan.precision.dtype
+        times = self._times.setdefault(dtype, OperationTimes(self._machine, dtype))
+        return _Prediction(self._profile, plan, self._machine, self._optimizer, times, self._counted)
 
 
 @dataclass
@@ -46,56 +97,67 @@ class _Prediction:
     plan: Plan
     machine: MachineProfile
     optimizer: OptimizerProfile
+    times: OperationTimes
+    counted: dict[tuple[tuple[StagePart, ...], int], tuple[tuple[SegmentProfile, int, bool], ...]]
+    """What ranks compute, by their stages and every how many blocks one is recomputed."""
 
     def __post_init__(self) -> None:
         self.mesh = self.plan.mesh
         self.samples = samples_per_pass(self.plan) / self.mesh.cp
-        self.dtype = self.plan.precision.dtype
-        self.flops = (self.machine.flops.get(self.dtype) or self.machine.flops["bf16"]).value
         self.is_sharded = shards_params(self.plan)
-        self.itemsize = ITEMSIZE[self.dtype]
+        self.itemsize = ITEMSIZE[self.plan.precision.dtype]
+        self._links: dict[str, DeviceLink] = {}
+        self._shares: dict[int, RankShare] = {}
+        is_uniform = self.plan.activation.strategy == "uniform"
+        self.every = self.plan.activation.every_n_layers if is_uniform else 1
 
     # --- one block -------------------------------------------------------------------------------------------
 
-    def _share(self, segment: SegmentProfile) -> float:
-        """How much of a segment's memory traffic a tensor-parallel rank has."""
-        if self.mesh.tp == 1 or not segment.saved:
-            return 1.0
+    def _share(self, segment: SegmentProfile) -> RankShare:
+        """How much of a segment a rank computes."""
+        if id(segment) not in self._shares:
+            self._shares[id(segment)] = self._computed_share(segment)
+        return self._shares[id(segment)]
+
+    def _computed_share(self, segment: SegmentProfile) -> RankShare:
+        tp = self.mesh.tp
+        if tp == 1 or not segment.saved:
+            return RankShare(self.samples, tp, 1.0)
         sizes = {held: amount.at(self.samples) for held, amount in segment.saved.items() if held is not Held.WEIGHTS}
         split = sizes.get(Held.SPLIT, 0.0)
         hidden = sum(sizes.values()) - split
-        hidden = hidden / self.mesh.tp if self.plan.tensor.sequence_parallel else hidden
-        return (split / self.mesh.tp + hidden) / max(1.0, sum(sizes.values()))
+        hidden = hidden / tp if self.plan.tensor.sequence_parallel else hidden
+        return RankShare(self.samples, tp, (split / tp + hidden) / max(1.0, sum(sizes.values())))
 
     def forward_s(self, segment: SegmentProfile) -> float:
         """One forward of a segment, without communication."""
-        flops = segment.forward_flops.at(self.samples) / self.mesh.tp / self.flops
-        moved = segment.forward_moved.at(self.samples) * self._share(segment) / self.machine.memory_rate.value
-        return max(flops + moved, segment.num_forward_kernels * self.machine.launch_s.value)
+        return self.times.forward_s(segment, self._share(segment))
 
     def backward_s(self, segment: SegmentProfile) -> float:
         """One backward of a segment, without communication."""
-        both = segment.total_flops.at(self.samples) - segment.forward_flops.at(self.samples)
-        moved = segment.backward_moved.at(self.samples) * self._share(segment) / self.machine.memory_rate.value
-        launched = segment.num_backward_kernels * self.machine.launch_s.value
-        return max(both / self.mesh.tp / self.flops + moved, launched)
+        return self.times.backward_s(segment, self._share(segment))
 
-    def recompute_s(self, segment: SegmentProfile, index: int) -> float:
-        """What backward recomputes of a block."""
+    def recompute_s(self, segment: SegmentProfile, is_chosen: bool) -> float:
+        """What backward recomputes of a block; `is_chosen`: by its place in the model."""
         config = self.plan.activation
         if config.strategy == "uniform":
-            return self.forward_s(segment) if index % config.every_n_layers == 0 else 0.0
+            return self.forward_s(segment) if is_chosen else 0.0
         if config.strategy == "by_size":
             size = sum(amount.at(self.samples) for amount in segment.saved.values())
             return self.forward_s(segment) if size >= config.threshold_mb * 2**20 else 0.0
         if config.strategy == "selective":
-            return segment.forward_moved.at(self.samples) * self._share(segment) / self.machine.memory_rate.value
+            return self.times.cheap_s(segment, self._share(segment))
         return 0.0
 
     # --- links -------------------------------------------------------------------------------------------
 
     def link(self, axis: str) -> DeviceLink:
         """What connects the ranks of an axis: those of inner axes lie between them."""
+        if axis not in self._links:
+            self._links[axis] = self._link(axis)
+        return self._links[axis]
+
+    def _link(self, axis: str) -> DeviceLink:
         apart = 1
         for one in reversed(MESH_ORDER):
             apart *= getattr(self.mesh, one)
@@ -131,75 +193,127 @@ class _Prediction:
 
     # --- the step -------------------------------------------------------------------------------------------
 
-    def segments(self, parts: list[StagePart]) -> list[tuple[int, SegmentProfile]]:
-        """What a rank computes for a microbatch, in order; blocks with their place in the model."""
-        chain = self.profile.chain()
-        found: list[tuple[int, SegmentProfile]] = []
+    def counts(self, parts: tuple[StagePart, ...]) -> tuple[tuple[SegmentProfile, int, bool], ...]:
+        """What a rank computes for a microbatch: each kind of segment, how many, whether recomputed by their place."""
+        known = self.counted.get((parts, self.every))
+        if known is not None:
+            return known
+        found: Counter[tuple[int, bool]] = Counter()
         for part in parts:
-            found += [(-1, self.profile.before)] if part.has_before else []
-            found += [(index, chain[index]) for index in range(part.first, part.end)]
-            found += [(-1, self.profile.after)] if part.has_after else []
-        return found
+            found.update(
+                (kind, index % self.every == 0)
+                for index, kind in enumerate(self.profile.order[part.first : part.end], part.first)
+            )
+        blocks = [(self.profile.blocks[kind], count, again) for (kind, again), count in found.items()]
+        before = sum(part.has_before for part in parts)
+        after = sum(part.has_after for part in parts)
+        around = [(self.profile.before, before, False), (self.profile.after, after, False)]
+        self.counted[parts, self.every] = (*blocks, *(one for one in around if one[1]))
+        return self.counted[parts, self.every]
 
-    def rank_terms(self, parts: list[StagePart]) -> dict[str, float]:
+    def rank_terms(self, parts: tuple[StagePart, ...]) -> dict[str, float]:
         """The terms of one microbatch on a rank, and of the end of a step."""
-        forward = backward = recompute = split = hidden_gather = hidden_reduce = 0.0
+        terms = dict.fromkeys((*PER_MICROBATCH, "gathering", "gathering in backward", "averaging"), 0.0)
         # Equal blocks have equal times: each kind is computed once.
-        counts: dict[tuple[int, bool], tuple[SegmentProfile, int, int]] = {}
-        for index, segment in self.segments(parts):
-            key = (id(segment), index >= 0 and self.recompute_s(segment, index) > 0)
-            known = counts.get(key, (segment, index, 0))
-            counts[key] = (known[0], known[1], known[2] + 1)
-        for segment, index, count in counts.values():
+        for segment, count, again in self.counts(parts):
+            is_block = segment is not self.profile.before and segment is not self.profile.after
             ahead, back = self.forward_s(segment), self.backward_s(segment)
-            forward += count * ahead
-            backward += count * back
-            recompute += count * (self.recompute_s(segment, index) if index >= 0 else 0.0)
-            split += count * (self.split_s(segment) if index >= 0 else 0.0)
             gather = self.gather_s(segment)
-            hidden_gather += count * (max(0.0, gather - ahead) + max(0.0, gather - back))
-            hidden_reduce += count * max(0.0, self.reduce_s(segment) - back)
-        return {
-            "forward": forward,
-            "backward": backward,
-            "recompute": recompute,
-            "split layers": split,
-            "gathering": hidden_gather,
-            "averaging": hidden_reduce,
-        }
+            terms["forward"] += count * ahead
+            terms["backward"] += count * back
+            terms["gathering"] += count * self._not_hidden(gather, ahead)
+            if self.plan.fsdp.strategy != "shard_grad_op":  # which keeps what forward has gathered
+                terms["gathering in backward"] += count * self._not_hidden(gather, back)
+            terms["averaging"] += count * self._not_hidden(self.reduce_s(segment), back)
+            if is_block:
+                terms["recompute"] += count * self.recompute_s(segment, again)
+                terms["split layers"] += count * self.split_s(segment)
+        return terms
+
+    def _not_hidden(self, communication_s: float, compute_s: float) -> float:
+        """What is left of a communication that runs beside a computation."""
+        return communication_s - self.machine.overlap.value * min(communication_s, compute_s)
 
     def step_time(self) -> StepTime:
         """The slowest rank's terms, with accumulated passes, the bubble and the update."""
-        plan, ranks = self.plan, stage_parts(self.profile, self.plan)
+        plan, ranks = self.plan, self._ranks()
         passes = plan.training.gradient_accumulation
         microbatches = plan.pipeline.num_microbatches if self.mesh.pp > 1 else 1
         each = [self.rank_terms(parts) for parts in ranks]
-        per_microbatch = ("forward", "backward", "recompute", "split layers")
-        slowest = max(each, key=lambda terms: sum(terms[name] for name in per_microbatch))
-        terms = {name: passes * microbatches * slowest[name] for name in per_microbatch}
+        slowest = max(each, key=lambda terms: sum(terms[name] for name in PER_MICROBATCH))
+        terms = {name: passes * microbatches * slowest[name] for name in PER_MICROBATCH}
         if self.mesh.pp > 1:
-            work = sum(slowest[name] for name in per_microbatch)
-            terms["bubble"] = passes * work * _bubble(plan.pipeline, self.mesh.pp)
-            size = max((block.output_bytes.at(self.samples) for block in self.profile.blocks), default=0.0)
-            terms["stages sending"] = passes * 2 * (microbatches + self.mesh.pp) * self.link("pp").send_s(size)
-        terms["gathering"] = passes * microbatches * slowest["gathering"]
+            work = sum(slowest[name] for name in PER_MICROBATCH)
+            terms["bubble"] = passes * work * bubble_of(plan.pipeline, self.mesh.pp)
+            terms["stages sending"] = passes * 2 * (microbatches + self.mesh.pp) * self._send_s()
+        gathering = slowest["gathering"] + slowest["gathering in backward"]
+        terms["gathering"] = passes * microbatches * gathering
         terms["averaging"] = slowest["averaging"]
         terms["update"] = self._update_s(ranks)
         return StepTime(
             {name: seconds for name, seconds in terms.items() if seconds > 0},
-            tuple(self.machine.not_measured(self.dtype)),
+            tuple(
+                self.machine.not_measured(plan.precision.dtype, with_links=math.prod(self.mesh.degrees.values()) > 1)
+            ),
         )
 
-    def _update_s(self, ranks: list[list[StagePart]]) -> float:
-        """Reading and writing parameters, gradients and state."""
+    def phases(self) -> StepPhases:
+        """The step as phases."""
+        every = stage_parts(self.profile, self.plan)
+        terms = [self.rank_terms(parts) for parts in every]
+        axes = ("tp", "cp", "ep", *(("shard",) if self.is_sharded else ()))
+        averaging = ("dp", "shard", "ep", "cp")
+        return StepPhases(
+            stages=tuple(
+                StagePhases(
+                    forward_s=one["forward"],
+                    forward_waits_s=one["split layers"] / 2 + one["gathering"],
+                    backward_s=one["backward"] + one["recompute"],
+                    backward_waits_s=one["split layers"] / 2 + one["gathering in backward"],
+                    num_blocks=sum(part.end - part.first for part in parts),
+                )
+                for one, parts in zip(terms, every, strict=True)
+            ),
+            block_axes=tuple(axis for axis in axes if getattr(self.mesh, axis) > 1),
+            send_s=self._send_s() if self.mesh.pp > 1 else 0.0,
+            averaging_axes=tuple(axis for axis in averaging if getattr(self.mesh, axis) > 1),
+            averaging_s=max(one["averaging"] for one in terms),
+            update_s=self._update_s(self._ranks()),
+        )
+
+    def _send_s(self) -> float:
+        size = max((block.output_bytes.at(self.samples) for block in self.profile.blocks), default=0.0)
+        return self.link("pp").send_s(size)
+
+    def _ranks(self) -> list[tuple[StagePart, ...]]:
+        """The stages of those pipeline ranks that differ: ranks with equal stages take equal times."""
+        every = stage_parts(self.profile, self.plan)
+        return [every[one] for one in largest_ranks(every, self.profile.order, self._chosen())]
+
+    def _chosen(self) -> tuple[bool, ...]:
+        return tuple(index % self.every == 0 for index in range(self.profile.num_blocks))
+
+    def _update_s(self, ranks: Iterable[tuple[StagePart, ...]]) -> float:
+        """The update of what one rank holds."""
         over = self.mesh.shard if self.mesh.shard > 1 else 1
-        sizes = [sum(self._trained_bytes(one) for _, one in self.segments(parts)) for parts in ranks]
-        return max(sizes) / over * (3 + 2 * self.optimizer.state_ratio) / self.machine.memory_rate.value
+        return max(self._update_of(self.counts(parts), over) for parts in ranks)
+
+    def _update_of(self, counts: Iterable[tuple[SegmentProfile, int, bool]], over: int) -> float:
+        held = list(counts)
+        num_bytes = sum(count * self._trained_bytes(one) for one, count, _ in held) / over
+        rates = self.machine.rates
+        if rates is None:  # reading and writing parameters, gradients and state
+            return num_bytes * (3 + 2 * self.optimizer.state_ratio) / self.machine.memory_rate.value
+        tensors = max(1, sum(count * one.params.num_tensors for one, count, _ in held))
+        return tensors * rates.update.seconds_at(num_bytes / tensors)
 
 
 @functools.lru_cache(maxsize=512)
-def _bubble(config: PipelineConfig, pp: int) -> float:
+def bubble_of(config: PipelineConfig, pp: int) -> float:
     """The idle time of a schedule, in units of one microbatch's work on a rank."""
+    if config.schedule in ("gpipe", "one_f_one_b", "interleaved_one_f_one_b") and config.num_microbatches % pp == 0:
+        # Each rank waits for one microbatch to pass one stage of every other rank, there and back.
+        return (pp - 1) / config.stages_per_rank
     from torsh_distributed.parallel.pipeline.schedule import compute_timeline
 
     timeline = compute_timeline(config, pp)

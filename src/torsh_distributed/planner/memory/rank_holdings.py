@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torsh_distributed.plan import Plan
@@ -29,6 +31,24 @@ def samples_per_pass(plan: Plan) -> int:
     return math.ceil(per_pass / plan.pipeline.num_microbatches) if plan.mesh.pp > 1 else per_pass
 
 
+def held_bytes(amounts: HeldBytes, plan: Plan, samples: float) -> float:
+    """The bytes that a tensor-parallel rank holds of some amounts of a microbatch, without copies of weights."""
+    tp = plan.mesh.tp
+    share = {Held.SPLIT: tp, Held.HIDDEN: tp if plan.tensor.sequence_parallel else 1, Held.GATHERED: 1}
+    return sum(amount.at(samples) / share[kind] for kind, amount in amounts.items() if kind in share)
+
+
+def recomputed_blocks(profile: ModelProfile, plan: Plan) -> tuple[bool, ...]:
+    """For each block of the model, whether backward recomputes it."""
+    config, count = plan.activation, profile.num_blocks
+    if config.strategy == "uniform":
+        return tuple(index % config.every_n_layers == 0 for index in range(count))
+    if config.strategy == "by_size":
+        limit, samples = config.threshold_mb * 2**20, samples_per_pass(plan) / plan.mesh.cp
+        return tuple(held_bytes(block.saved, plan, samples) >= limit for block in profile.chain())
+    return (False,) * count
+
+
 @dataclass
 class RankHoldings:
     """What one pipeline rank holds of a model, in the parts that moments of a step are made of."""
@@ -37,7 +57,7 @@ class RankHoldings:
     plan: Plan
     optimizer: OptimizerProfile
     device_type: str
-    parts: list[StagePart]
+    parts: tuple[StagePart, ...]
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -52,7 +72,8 @@ class RankHoldings:
         self.reduce_size = ITEMSIZE.get(plan.precision.reduce_dtype, self.gather_size)
         self.chain = self.profile.chain()
         self._kept: dict[tuple[int, bool], float] = {}
-        self.recomputed = self._recomputed()
+        self._running: dict[str, list[float]] = {}
+        self.recomputed = recomputed_blocks(self.profile, plan)
         has_buckets = not self.is_sharded and plan.mesh.pp == 1 and plan.mesh.data_degree * plan.mesh.cp > 1
         has_many = plan.training.gradient_accumulation > 1 or plan.mesh.pp > 1
         self.num_grads = (int(has_buckets) + int(has_many)) if not self.is_sharded else 0
@@ -63,11 +84,17 @@ class RankHoldings:
     # --- what a rank keeps all the time --------------------------------------------------------------------------
 
     def params(self) -> ParamCounts:
-        """The parameters of this rank's stages, a tied head included where its embedding is elsewhere."""
-        found = [self.chain[index].params for part in self.parts for index in range(part.first, part.end)]
-        found += [self.profile.before.params for part in self.parts if part.has_before]
-        found += [self.profile.after.params for part in self.parts if part.has_after]
-        return ParamCounts.sum_of(found)
+        """The parameters of this rank's stages, without a tied head whose embedding is elsewhere."""
+        return self.profile.params_of(
+            tuple((part.first, part.end, part.has_before, part.has_after) for part in self.parts)
+        )
+
+    def summed(self, what: str, first: int, end: int, size_of: Callable[[int], float]) -> float:
+        """The sum of `size_of` over the blocks from `first` to before `end`; `what` names it, so sums are kept."""
+        sums = self._running.get(what)
+        if sums is None:
+            sums = self._running[what] = [0.0, *itertools.accumulate(map(size_of, range(len(self.chain))))]
+        return sums[end] - sums[first]
 
     def _tied_bytes(self) -> float:
         """A head tied to an embedding on another pipeline rank is a second copy."""
@@ -115,10 +142,9 @@ class RankHoldings:
     def _sequence_split(self) -> int:
         return self.tp if self.plan.tensor.sequence_parallel else 1
 
-    def held(self, amounts: HeldBytes, segment: SegmentProfile | None = None) -> float:
+    def held(self, amounts: HeldBytes) -> float:
         """The bytes of a microbatch that this rank holds of some amounts, without copies of weights."""
-        share = {Held.SPLIT: self.tp, Held.HIDDEN: self._sequence_split(), Held.GATHERED: 1}
-        return sum(amount.at(self.samples) / share[kind] for kind, amount in amounts.items() if kind in share)
+        return held_bytes(amounts, self.plan, self.samples)
 
     def weights(self, amounts: HeldBytes, params: ParamCounts) -> float:
         """Copies of parameters that autocast makes; gathered parameters have the format already."""
@@ -127,16 +153,6 @@ class RankHoldings:
             return 0.0
         whole = params.num_bytes()
         return amount.at(self.samples) * (params.num_bytes(tp=self.tp, ep=self.ep) / whole if whole else 1.0)
-
-    def _recomputed(self) -> list[bool]:
-        """For each block of the model, whether backward recomputes it."""
-        config, count = self.plan.activation, self.profile.num_blocks
-        if config.strategy == "uniform":
-            return [index % config.every_n_layers == 0 for index in range(count)]
-        if config.strategy == "by_size":
-            limit = config.threshold_mb * 2**20
-            return [self.held(block.saved) >= limit for block in self.chain]
-        return [False] * count
 
     def _input(self, block: SegmentProfile) -> float:
         return block.input_bytes.at(self.samples) / self._sequence_split()
@@ -163,16 +179,20 @@ class RankHoldings:
         """What a stage keeps of one microbatch."""
         around = self.held(self.profile.before.saved) if part.has_before else 0.0
         around += self.held(self.profile.after.saved) if part.has_after else 0.0
-        return (
-            around + self.held(self.profile.shared_saved) + sum(self.kept(one) for one in range(part.first, part.end))
-        )
+        blocks = self.summed("kept", part.first, part.end, self.kept)
+        return around + self.held(self.profile.shared_saved) + blocks
 
     def copies(self, part: StagePart) -> float:
         """Copies of weights that a stage keeps from forward to backward."""
-        segments = [self.chain[index] for index in range(part.first, part.end) if not self.recomputed[index]]
-        segments += [self.profile.before] if part.has_before else []
-        segments += [self.profile.after] if part.has_after else []
-        return sum(self.weights(segment.saved, segment.params) for segment in segments)
+        around = [self.profile.before] * part.has_before + [self.profile.after] * part.has_after
+        copies = sum(self.weights(segment.saved, segment.params) for segment in around)
+        return copies + self.summed("copies", part.first, part.end, self.block_copies)
+
+    def block_copies(self, index: int, *, is_computing: bool = False) -> float:
+        """Copies of the weights of block `index` that are kept until its backward, or there while it computes."""
+        if self.recomputed[index] and not is_computing:
+            return 0.0
+        return self.weights(self.chain[index].saved, self.chain[index].params)
 
     # --- pieces that are gathered ------------------------------------------------------------------------------------
 
@@ -201,7 +221,7 @@ class RankHoldings:
         root = sum(map(self.piece, self.outer(part)))
         if fsdp.strategy == "shard_grad_op":
             end = part.end if index is None or not is_backward else index + (not is_done)
-            return root + sum(self.piece(self.chain[one]) for one in range(part.first, end))
+            return root + self.summed("pieces", part.first, end, lambda one: self.piece(self.chain[one]))
         if index is None:
             return root
         prefetches = fsdp.backward_prefetch == "backward_pre" if is_backward else fsdp.forward_prefetch
@@ -221,7 +241,8 @@ class RankHoldings:
         own = 0.0 if index is None else self.piece_grads(self.chain[index])
         if self.accumulates_whole:
             kept = self.profile.num_blocks if index is None else index + 1
-            blocks = sum(self.piece_grads(self.chain[one]) for one in range(part.first, min(kept, part.end)))
+            last = max(part.first, min(kept, part.end))
+            blocks = self.summed("grads", part.first, last, lambda one: self.piece_grads(self.chain[one]))
             return blocks + own + sum(map(self.piece_grads, self.outer(part)))
         # Those of the head are there from the loss on: what is around the blocks is one piece.
         return own + sum(map(self.piece_grads, self.outer(part)[-1:] if part.has_after else []))

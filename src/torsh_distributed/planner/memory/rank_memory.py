@@ -6,13 +6,13 @@ the update. Blocks repeat and memory grows evenly between them, so the first and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.memory.memory_table import MemoryTable, RankMemory
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
-from torsh_distributed.planner.memory.rank_holdings import RankHoldings, Terms, samples_per_pass
-from torsh_distributed.planner.memory.stage_parts import StagePart, microbatches_in_flight, stage_parts
+from torsh_distributed.planner.memory.rank_holdings import RankHoldings, Terms, recomputed_blocks, samples_per_pass
+from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, microbatches_in_flight, stage_parts
 from torsh_distributed.planner.model.model_profile import (
     ModelProfile,
 )
@@ -29,11 +29,29 @@ def estimate_memory(
     Of what torch's allocator gives out: the context of the device, communicators and what the allocator keeps in
     reserve come on top.
     """
-    ranks = tuple(
-        _RankEstimate(profile, plan, optimizer, device_type, parts).rank_memory(rank)
-        for rank, parts in enumerate(stage_parts(profile, plan))
-    )
-    return MemoryTable(ranks, samples_per_pass(plan))
+    parts = stage_parts(profile, plan)
+    return _table(profile, plan, optimizer, device_type, parts, range(len(parts)))
+
+
+def estimate_peak(
+    profile: ModelProfile, plan: Plan, optimizer: OptimizerProfile, *, device_type: str = "cuda"
+) -> MemoryTable:
+    """The same for the ranks alone one of which needs the most: quicker, for a search over many plans."""
+    parts = stage_parts(profile, plan)
+    chosen = largest_ranks(parts, profile.order, recomputed_blocks(profile, plan))
+    return _table(profile, plan, optimizer, device_type, parts, chosen)
+
+
+def _table(
+    profile: ModelProfile,
+    plan: Plan,
+    optimizer: OptimizerProfile,
+    device_type: str,
+    parts: Sequence[tuple[StagePart, ...]],
+    ranks: Iterable[int],
+) -> MemoryTable:
+    found = (_RankEstimate(profile, plan, optimizer, device_type, parts[rank]).rank_memory(rank) for rank in ranks)
+    return MemoryTable(tuple(found), samples_per_pass(plan))
 
 
 class _RankEstimate(RankHoldings):
@@ -63,7 +81,8 @@ class _RankEstimate(RankHoldings):
     def _before(self, part: StagePart, index: int) -> float:
         """What is kept when block `index` begins."""
         start = self.held(self.profile.before.saved) if part.has_before else 0.0
-        return start + self.held(self.profile.shared_saved) + sum(self.kept(one) for one in range(part.first, index))
+        blocks = self.summed("kept", part.first, index, self.kept)
+        return start + self.held(self.profile.shared_saved) + blocks
 
     def _forward_moments(self, part: StagePart) -> Iterator[tuple[str, Terms]]:
         for index in self._marks(part):
@@ -80,8 +99,8 @@ class _RankEstimate(RankHoldings):
             )
 
     def _copies_until(self, part: StagePart, end: int) -> float:
-        blocks = [self.chain[one] for one in range(part.first, end) if not self.recomputed[one] or one == end - 1]
-        found = sum(self.weights(block.saved, block.params) for block in blocks)
+        found = self.summed("copies", part.first, end - 1, self.block_copies)
+        found += self.block_copies(end - 1, is_computing=True)
         return found + (self.weights(self.profile.before.saved, self.profile.before.params) if part.has_before else 0.0)
 
     def _backward_moments(self, part: StagePart) -> Iterator[tuple[str, Terms]]:
@@ -100,9 +119,9 @@ class _RankEstimate(RankHoldings):
                         "gathered parameters": self.gathered(part, None, is_backward=False),
                     },
                 )
-        ready = self._grads_after(part)
         for index in self._marks(part):
-            yield from self._block_backward(part, index, done + ready[index - part.first])
+            behind = self.summed("shard grads", index + 1, part.end, lambda one: self.shard_grads(self.chain[one]))
+            yield from self._block_backward(part, index, done + behind)
 
     def _block_backward(self, part: StagePart, index: int, ready: float) -> Iterator[tuple[str, Terms]]:
         """The peak of a block's backward; for shards also its end, when its gradients are sent. `ready`: gradients."""
@@ -143,13 +162,6 @@ class _RankEstimate(RankHoldings):
         last = self.chain[part.end - 1].output_bytes.at(self.samples) if part.end > part.first else 0.0
         return min(last, max(0.0, last + live - saved)) / self._sequence_split() if last else 0.0
 
-    def _grads_after(self, part: StagePart) -> list[float]:
-        """For each block of a stage, the gradients of the blocks behind it."""
-        sums = [0.0]
-        for index in range(part.end - 1, part.first, -1):
-            sums.append(sums[-1] + self.shard_grads(self.chain[index]))
-        return sums[::-1]
-
     def _update(self) -> Terms:
         params = self.params()
         trained = params.num_bytes(tp=self.tp, ep=self.ep, trained_only=True)
@@ -174,15 +186,18 @@ class _RankEstimate(RankHoldings):
         """The moment that needs the most, with the other microbatches in flight."""
         lasting = self.lasting()
         waiting = self._waiting(rank)
+        always = sum(lasting.values())
         best: tuple[float, str, Terms] = (-1.0, "", {})
         for moment, terms in self.moments():
-            in_flight = 0.0 if moment == "the update" else waiting
-            whole = _added(lasting, {**terms, "activations": terms.get("activations", 0.0) + in_flight})
+            if moment != "the update":
+                terms["activations"] = terms.get("activations", 0.0) + waiting
             if "gradients" in lasting:
-                whole["gradients"] = lasting["gradients"]
-            if sum(whole.values()) > best[0]:
-                best = (sum(whole.values()), moment, whole)
-        return RankMemory(rank, self._what(), best[1], {name: size for name, size in best[2].items() if size > 0})
+                terms.pop("gradients", None)
+            total = always + sum(terms.values())
+            if total > best[0]:
+                best = (total, moment, terms)
+        whole = _added(lasting, best[2])
+        return RankMemory(rank, self._what(), best[1], {name: size for name, size in whole.items() if size > 0})
 
     def _waiting(self, rank: int) -> float:
         """What microbatches keep beside the one that computes."""

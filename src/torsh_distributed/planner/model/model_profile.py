@@ -60,6 +60,9 @@ class ParamCounts:
 
     numel_of: Mapping[ParamKind, int] = field(default_factory=dict)
     largest_numel: int = 0
+    num_tensors: int = 0
+    """Trained ones."""
+    _known: dict[tuple[int, int, bool], tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def kinds_held(self, *, tp: int = 1, ep: int = 1) -> Iterator[tuple[ParamKind, float]]:
         """Each kind with the elements of it that one rank of these axes holds."""
@@ -68,24 +71,47 @@ class ParamCounts:
 
     def numel(self, *, tp: int = 1, ep: int = 1, trained_only: bool = False) -> float:
         """Elements on one rank."""
-        held = self.kinds_held(tp=tp, ep=ep)
-        return sum(numel for kind, numel in held if kind.is_trained or not trained_only)
+        return self._held(tp, ep, trained_only)[0]
 
     def num_bytes(self, *, tp: int = 1, ep: int = 1, trained_only: bool = False) -> float:
         """Bytes on one rank."""
-        held = self.kinds_held(tp=tp, ep=ep)
-        return sum(numel * kind.itemsize for kind, numel in held if kind.is_trained or not trained_only)
+        return self._held(tp, ep, trained_only)[1]
+
+    def _held(self, tp: int, ep: int, trained_only: bool) -> tuple[float, float]:
+        """Elements and bytes; remembered, since a search asks for the same ones thousands of times."""
+        found = self._known.get((tp, ep, trained_only))
+        if found is None:
+            held = [one for one in self.kinds_held(tp=tp, ep=ep) if one[0].is_trained or not trained_only]
+            found = sum(numel for _, numel in held), sum(numel * kind.itemsize for kind, numel in held)
+            self._known[tp, ep, trained_only] = found
+        return found
 
     @staticmethod
     def sum_of(parts: Iterable[ParamCounts]) -> ParamCounts:
         """All of them together."""
         total: dict[ParamKind, int] = {}
-        largest = 0
+        largest = num_tensors = 0
         for part in parts:
             largest = max(largest, part.largest_numel)
+            num_tensors += part.num_tensors
             for kind, numel in part.numel_of.items():
                 total[kind] = total.get(kind, 0) + numel
-        return ParamCounts(total, largest)
+        return ParamCounts(total, largest, num_tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationRow:
+    """Operations of a segment that are alike: what each of them does for a microbatch."""
+
+    name: str
+    """Torch's, such as addmm or gelu."""
+    count: int
+    flops: BatchAmount
+    """Of a matrix product, a convolution or attention; 0 for all else."""
+    moved: BatchAmount
+    """Bytes that it reads and writes."""
+    shape: tuple[BatchAmount, BatchAmount, BatchAmount, BatchAmount] | None = None
+    """Of a product: how many, rows, columns, and the length of the sums; None for all else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +127,9 @@ class SegmentProfile:
     forward_moved: BatchAmount
     """Bytes that its other operations read and write: what limits them is the memory, not the arithmetic."""
     backward_moved: BatchAmount
+    forward_rows: tuple[OperationRow, ...]
+    """All its operations."""
+    backward_rows: tuple[OperationRow, ...]
     num_forward_kernels: int
     """Operations that launch a kernel."""
     num_backward_kernels: int
@@ -153,6 +182,39 @@ class ModelProfile:
     def chain(self) -> list[SegmentProfile]:
         """The blocks in the order in which they run."""
         return [self.blocks[index] for index in self.order]
+
+    def stage_costs(self, *, with_tables: bool) -> tuple[float, ...]:
+        """What each block counts when blocks are divided into stages; `with_tables`: also those of embeddings."""
+        return self._costs_with_tables if with_tables else self._costs
+
+    @functools.cached_property
+    def _costs(self) -> tuple[float, ...]:
+        return self._block_costs([around.forward_flops.at(1) > 0 for around in (self.before, self.after)])
+
+    @functools.cached_property
+    def _costs_with_tables(self) -> tuple[float, ...]:
+        return self._block_costs([True, True])
+
+    def _block_costs(self, counted: list[bool]) -> tuple[float, ...]:
+        costs = [1.0 + block.params.numel() for block in self.chain()]
+        for around, place, is_counted in zip((self.before, self.after), (0, -1), counted, strict=True):
+            if costs and is_counted:
+                costs[place] += around.params.numel()
+        return tuple(costs)
+
+    def params_of(self, parts: tuple[tuple[int, int, bool, bool], ...]) -> ParamCounts:
+        """The parameters of some stages: first block, one behind the last, with what is before and after all blocks."""
+        if parts not in self._params_of:
+            chain = self.chain()
+            found = [block.params for first, end, _, _ in parts for block in chain[first:end]]
+            found += [self.before.params for _, _, has_before, _ in parts if has_before]
+            found += [self.after.params for _, _, _, has_after in parts if has_after]
+            self._params_of[parts] = ParamCounts.sum_of(found)
+        return self._params_of[parts]
+
+    @functools.cached_property
+    def _params_of(self) -> dict[tuple[tuple[int, int, bool, bool], ...], ParamCounts]:
+        return {}
 
     @functools.cached_property
     def all_params(self) -> ParamCounts:

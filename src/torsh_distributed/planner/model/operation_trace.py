@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import sdpa_flop_count
 from typing_extensions import override
 
 from torsh_distributed.observe.loops.counted_operations import flops_of
@@ -21,6 +22,16 @@ from torsh_distributed.planner.model.model_profile import Held
 from torsh_distributed.planner.torch_internals import TorchDispatchMode, tree_leaves
 
 Phase = Literal["forward", "backward"]
+
+
+class TracedOperation(NamedTuple):
+    """One operation, for one number of samples."""
+
+    name: str
+    flops: int
+    moved: int
+    shape: tuple[int, int, int, int] | None
+    """How many products, rows, columns, length of the sums."""
 
 
 @dataclass
@@ -32,6 +43,8 @@ class TracedSegment:
     moved: Counter[str] = field(default_factory=Counter)
     """By phase: bytes of operations that count no flops."""
     num_kernels: Counter[str] = field(default_factory=Counter)
+    operations: dict[str, list[TracedOperation]] = field(default_factory=lambda: {"forward": [], "backward": []})
+    """By phase, in order."""
     saved: dict[int, int] = field(default_factory=dict)
     """Storage to bytes."""
     selective: set[int] = field(default_factory=set)
@@ -107,9 +120,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
         if counted is not None and self.phase == "forward":
             segment.forward_flops += counted[0]
             segment.total_flops += counted[1]
+        moved = sum(leaf.nbytes for leaf in (*given, *fresh))
         if counted is None:
-            segment.moved[self.phase] += sum(leaf.nbytes for leaf in (*given, *fresh))
+            segment.moved[self.phase] += moved
         segment.num_kernels[self.phase] += 1
+        segment.operations[self.phase].append(_traced(func, args, out, moved, 0 if counted is None else counted[0]))
         held = self._held_after(func, before)
         for leaf in fresh:
             number = self.number(leaf)
@@ -171,6 +186,27 @@ def _apply(alive: dict[int, int], number: int, change: int) -> None:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _traced(func: Any, args: Any, out: Any, moved: int, flops: int) -> TracedOperation:
+    name = func.__name__.partition(".")[0]
+    if "attention" in name:
+        if name.endswith("backward") and not flops:
+            # After the gradient come query, key and value; backward has five products where forward has two.
+            shapes = (one.shape for one in args[1:4])
+            flops = int(2.5 * sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]  # untyped in torch
+        return TracedOperation("attention_backward" if name.endswith("backward") else "attention", flops, moved, None)
+    first = next(_tensors(out), None)
+    if not flops or first is None or first.dim() < 2 or isinstance(out, tuple):
+        return TracedOperation(name, flops, moved, None)
+    count, rows, columns = 1, first.shape[0], first.shape[-1]
+    if first.dim() == 3:
+        count, rows = first.shape[0], first.shape[1]
+    elif first.dim() > 3:  # a convolution: channels are columns, all places of all samples rows
+        columns = first.shape[1]
+        rows = first.numel() // columns
+    length = max(1, flops // (2 * count * rows * columns))
+    return TracedOperation(name, flops, moved, (count, rows, columns, length))
 
 
 def _is_in_place(func: Any) -> bool:

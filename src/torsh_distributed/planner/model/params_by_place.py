@@ -21,7 +21,7 @@ def param_counts(
     split = {row.name for row in (() if tensors is None else tensors.modules) if row.cut is not None}
     stacked = set(expert_modules(model))
     counts: dict[str, Counter[ParamKind]] = {name: Counter() for name in (*layers, BEFORE, AFTER)}
-    largest = dict.fromkeys(counts, 0)
+    largest, tensors_of = dict.fromkeys(counts, 0), dict.fromkeys(counts, 0)
     for name, param in model.named_parameters():
         owner = next((one for one in layers if name.startswith(f"{one}.")), None)
         module = name.rpartition(".")[0]
@@ -34,7 +34,8 @@ def param_counts(
         )
         counts[place][kind] += param.numel()
         largest[place] = max(largest[place], param.numel())
-    return {place: ParamCounts(dict(found), largest[place]) for place, found in counts.items()}
+        tensors_of[place] += param.requires_grad
+    return {place: ParamCounts(dict(found), largest[place], tensors_of[place]) for place, found in counts.items()}
 
 
 def tied_numel(model: nn.Module, layers: Mapping[str, nn.Module], before: set[str], after: set[str]) -> int:

@@ -27,6 +27,7 @@ from torsh_distributed.planner.model.model_profile import (
     ParamCounts,
     SegmentProfile,
 )
+from torsh_distributed.planner.model.operation_rows import operation_rows
 from torsh_distributed.planner.model.operation_trace import OperationTrace, TracedSegment, follow_split_layers
 from torsh_distributed.planner.model.params_by_place import AFTER, BEFORE, num_experts, param_counts, tied_numel
 from torsh_distributed.planner.torch_internals import (
@@ -290,6 +291,8 @@ def _segment(name: str, params: ParamCounts, one: _Run, two: _Run, key: Any) -> 
         total_flops=line(lambda segment: segment.total_flops),
         forward_moved=line(lambda segment: segment.moved["forward"]),
         backward_moved=line(lambda segment: segment.moved["backward"]),
+        forward_rows=operation_rows(first.operations["forward"], second.operations["forward"]),
+        backward_rows=operation_rows(first.operations["backward"], second.operations["backward"]),
         num_forward_kernels=first.num_kernels["forward"],
         num_backward_kernels=first.num_kernels["backward"],
         saved=_lines(one.saved(key), two.saved(key)),

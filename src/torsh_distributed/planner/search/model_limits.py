@@ -19,28 +19,32 @@ class ModelLimits:
     """Asks the parts that read the model, as `parallelize` would; each question once."""
 
     model: nn.Module
-    _known: dict[tuple[int, int, int], str | None] = field(default_factory=dict)
+    _known: dict[tuple[str, int], str | None] = field(default_factory=dict)
 
     def refusal(self, plan: Plan) -> str | None:
         """Why the model cannot be split as the plan says, in one sentence; None if it can."""
         mesh = plan.mesh
-        key = (mesh.tp, mesh.ep, mesh.pp)
-        if key not in self._known:
-            self._known[key] = self._asked(plan)
-        return self._known[key]
+        if mesh.pp > 1 and self._is_encoder_decoder:
+            return "the blocks of an encoder and a decoder are not one chain, so they make no pipeline"
+        for axis, degree in (("tp", mesh.tp), ("ep", mesh.ep)):
+            if degree > 1 or axis == "ep":
+                if (axis, degree) not in self._known:
+                    self._known[axis, degree] = self._asked(plan, axis)
+                found = self._known[axis, degree]
+                if found is not None:
+                    return found
+        return None
 
-    def _asked(self, plan: Plan) -> str | None:
-        mesh = plan.mesh
+    def _asked(self, plan: Plan, axis: str) -> str | None:
         try:
-            if mesh.tp > 1:
-                self._tensor_plan(mesh.tp)
-            check_experts(self.model, plan)
-            if mesh.pp > 1 and anatomy_of(self.model).is_encoder_decoder:
-                return "the blocks of an encoder and a decoder are not one chain, so they make no pipeline"
+            if axis == "tp":
+                find_tensor_plan(self.model, tp=plan.mesh.tp)
+            else:
+                check_experts(self.model, plan)
         except (ConfigurationError, InvalidArgument) as error:
             return error.message.splitlines()[0]
         return None
 
-    @functools.cache  # noqa: B019 (it lives as long as one search)
-    def _tensor_plan(self, tp: int) -> None:
-        find_tensor_plan(self.model, tp=tp)
+    @functools.cached_property
+    def _is_encoder_decoder(self) -> bool:
+        return anatomy_of(self.model).is_encoder_decoder

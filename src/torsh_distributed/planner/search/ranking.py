@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import MachineProfile
-from torsh_distributed.planner.machine.step_time import StepTime, predict_step
+from torsh_distributed.planner.machine.step_time import StepPredictor, StepTime
 from torsh_distributed.planner.memory.memory_table import GB, MemoryTable
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
-from torsh_distributed.planner.memory.rank_memory import estimate_memory
+from torsh_distributed.planner.memory.rank_memory import estimate_peak
+from torsh_distributed.planner.memory.stage_parts import stage_parts
 from torsh_distributed.planner.model.model_profile import ModelProfile
-from torsh_distributed.planner.search.layouts import RECOMPUTING, SHARDING, Mesh, accumulations, meshes, pipelines
+from torsh_distributed.planner.search.layouts import Mesh, meshes
 from torsh_distributed.planner.search.model_limits import ModelLimits
+from torsh_distributed.planner.search.plan_variants import PlanVariants, Variant
 
 _TIE = 1.03
 """Predictions nearer than this are no reason to prefer the more complicated plan."""
@@ -57,10 +57,6 @@ class Ranking:
     """Of those that do not fit, the one that needs the least; None if some fit."""
 
 
-_Tried = tuple[Plan, MemoryTable] | str
-"""A plan with its estimate, or why it is not legal."""
-
-
 @dataclass
 class PlanSearch:
     """All that decides which plan is best. `base` has the keys that the search leaves alone."""
@@ -74,6 +70,12 @@ class PlanSearch:
     limits: ModelLimits
     is_simple: bool = False
     """Whether to look at replicas and shards only."""
+
+    def __post_init__(self) -> None:
+        self._variants = PlanVariants(self.base, has_blocks=self.profile.num_blocks > 0)
+        self._predictor = StepPredictor(self.profile, self.machine, self.optimizer)
+        self._legal: set[tuple[object, ...]] = set()
+        self._illegal: dict[tuple[tuple[int, ...], tuple[object, ...]], str] = {}
 
     def rank(self) -> Ranking:
         """Every legal layout that fits, the fastest first; ties within 3 % go to the simpler plan."""
@@ -97,80 +99,67 @@ class PlanSearch:
             ranking.rejections.append(Rejection(equation, reason))
             return
         local = batch // with_samples
-        found: list[RankedPlan] = []
+        found = self._best(mesh, local, ranking)
+        if isinstance(found, str):
+            ranking.rejections.append(Rejection(equation, found))
+        else:
+            ranking.plans.append(found)
+
+    def _best(self, mesh: Mesh, local: int, ranking: Ranking) -> RankedPlan | str:
+        """The fastest plan on a mesh that is legal and fits; else the last reason why one is not.
+
+        Times are predicted first: they are cheap, and only plans faster than the one that is found need more.
+        """
         reason = f"pp {mesh['pp']} needs as many microbatches, and a rank has {local} samples"
-        for tried in self._variants(mesh, local):
+        timed: list[tuple[float, int, Variant, StepTime]] = []
+        for number, variant in enumerate(self._variants.on(mesh, local)):
             ranking.num_tried += 1
-            if isinstance(tried, str):
-                reason = tried
+            refused = self._refusal(variant)
+            if refused is not None:
+                reason = refused
                 continue
-            plan, memory = tried
+            time = self._predictor.step_time(variant.plan)
+            timed.append((time.total_s, number, variant, time))
+        for _, _, variant, time in sorted(timed):
+            memory = estimate_peak(self.profile, variant.plan, self.optimizer, device_type=self.machine.device_type)
             missing = memory.peak_bytes - self.limit_bytes
             if missing <= 0:
-                time = predict_step(self.profile, plan, self.machine, self.optimizer)
-                found.append(RankedPlan(plan, memory, time))
-                continue
+                try:
+                    plan = self.base.replace(**variant.changes)
+                    plan.validate(self.world_size)
+                except ConfigurationError as error:
+                    reason = _last_line(error)
+                    continue
+                return RankedPlan(plan, memory, time)
             reason = f"{memory.peak_bytes / GB:.1f} GB, {missing / GB:.1f} GB more than there are"
             if ranking.smallest is None or memory.peak_bytes < ranking.smallest[1].peak_bytes:
-                ranking.smallest = tried
-        for best in sorted(found, key=lambda one: one.time.total_s):
-            try:
-                best.plan.validate(self.world_size)
-            except ConfigurationError as error:
-                reason = error.message.splitlines()[-1].strip()
-                continue
-            ranking.plans.append(best)
-            return
-        ranking.rejections.append(Rejection(equation, reason))
+                ranking.smallest = variant.plan, memory
+        return reason
 
-    def _variants(self, mesh: Mesh, local: int) -> Iterator[_Tried]:
-        """What was tried on a mesh: plans with their estimates, or why one is not legal."""
-        for strategy in SHARDING if mesh["shard"] > 1 else ("full_shard",):
-            for pipeline in pipelines(mesh["pp"], local):
-                yield from self._line(mesh, local, strategy, pipeline)
+    def _refusal(self, variant: Variant) -> str | None:
+        """Why a plan of this kind is not legal, or the model refuses it; the one that is chosen is asked again.
 
-    def _line(self, mesh: Mesh, local: int, strategy: str, pipeline: dict[str, Any]) -> Iterator[_Tried]:
-        """Plans that differ only in what they save memory with: for each way to recompute, the largest that fits."""
-        is_first = True
-        for _, recomputing in RECOMPUTING if self.profile.num_blocks else RECOMPUTING[:1]:
-            for passes in accumulations(local) if mesh["pp"] == 1 else (1,):
-                changes = self._changes(mesh, strategy, pipeline, passes, recomputing)
-                tried = self._tried(changes, is_legal=not is_first)
-                is_first = False
-                yield tried
-                if isinstance(tried, str):
-                    return
-                if tried[1].peak_bytes <= self.limit_bytes:
-                    break
-
-    def _tried(self, changes: dict[str, Any], *, is_legal: bool) -> _Tried:
-        """The changed plan with its estimate, or why it is not legal.
-
-        The first of a line is asked for all of them, which differ in keys that no axis minds; the best is asked again.
+        Where the first of a kind is legal on any mesh, what else differs are numbers, which may still be refused at the
+        end. Where it is not, numbers may be why: each mesh is asked.
         """
+        mesh = tuple(variant.plan.mesh.degrees.values())
+        if variant.kind not in self._legal and (mesh, variant.kind) not in self._illegal:
+            try:
+                self.base.replace(**variant.changes).validate(self.world_size)
+                self._legal.add(variant.kind)
+            except ConfigurationError as error:
+                self._illegal[mesh, variant.kind] = _last_line(error)
+        if (mesh, variant.kind) in self._illegal:
+            return self._illegal[mesh, variant.kind]
         try:
-            plan = self.base.replace(**changes)
-            if not is_legal:
-                plan.validate(self.world_size)
-            refusal = self.limits.refusal(plan)
-            if refusal is not None:
-                return refusal
-            memory = estimate_memory(self.profile, plan, self.optimizer, device_type=self.machine.device_type)
+            stage_parts(self.profile, variant.plan)
         except ConfigurationError as error:
-            return error.message.splitlines()[-1].strip()
-        return plan, memory
+            return _last_line(error)
+        return self.limits.refusal(variant.plan)
 
-    @staticmethod
-    def _changes(
-        mesh: Mesh, strategy: str, pipeline: dict[str, Any], passes: int, recomputing: dict[str, Any]
-    ) -> dict[str, Any]:
-        changes: dict[str, Any] = {"mesh": mesh, "activation": recomputing}
-        changes["training"] = {"gradient_accumulation": passes}
-        if pipeline:
-            changes["pipeline"] = pipeline
-        if mesh["shard"] > 1:
-            changes["fsdp"] = {"strategy": strategy}
-        return changes
+
+def _last_line(error: ConfigurationError) -> str:
+    return error.message.splitlines()[-1].strip()
 
 
 def _ordered(plans: list[RankedPlan]) -> list[RankedPlan]:
