@@ -41,7 +41,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         Variable("TORSH_STORE_TOKEN", "secret", "secret that clients of `torsh store serve` must know"),
         Variable("TORSH_SMTP_PASSWORD", "secret", "password of the mail server that sends alerts"),
         Variable("TORSH_TLS", "path", "`torsh run --tls`: directory of certificates; auto makes them for the job"),
-        Variable("TORSH_STATE_DIR", "path", "records of submitted jobs; else torsh in XDG_STATE_HOME"),
+        Variable("TORSH_STATE_DIR", "path", "records of jobs and of this machine; else torsh in XDG_STATE_HOME"),
         Variable("TORSH_METADATA_URL", "address", "the cloud's metadata service", "http://169.254.169.254"),
         Variable("TORSH_FAULTS", "text", "faults to inject, such as `kill rank 2 at step 5`; for tests of a job"),
         Variable("TORSH_FAULT_LOG", "path", "file that says when each injected fault happened"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 _MAX_SECRET_BYTES = 4096
@@ -43,6 +44,16 @@ def _require_own_file(fd: int, path: str | Path) -> None:
         raise _refused("it has a second name (a hard link)", path)
     if found.st_mode & 0o077:
         os.fchmod(fd, 0o600)
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where is remembered what outlives a process of this user: jobs, what was measured of this machine."""
+    environ = os.environ if environ is None else environ
+    chosen = environ.get("TORSH_STATE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "torsh"
 
 
 def make_private_directories(base: Path, *names: str) -> Path:

@@ -15,11 +15,11 @@ from torsh_distributed.clusters.job_records import (
     job_directory,
     remember,
     require_job_name,
-    state_directory,
 )
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument, IoError, JobNotFound
 from torsh_distributed.launch.spec import Entry
+from torsh_distributed.private_files import state_directory
 
 
 def submission(name: str, **changes: object) -> Submission:

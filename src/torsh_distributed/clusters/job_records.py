@@ -21,7 +21,7 @@ from typing import Any
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument, IoError, JobNotFound
 from torsh_distributed.events.recorded import is_time
-from torsh_distributed.private_files import make_private_directories, open_private
+from torsh_distributed.private_files import make_private_directories, open_private, state_directory
 from torsh_distributed.unreadable_data import unreadable_as
 
 _LOOK_AGAIN_S = 0.25
@@ -84,7 +84,6 @@ def read_growing(
         yield from file.take_rest()
 
 
-STATE_VARIABLE = "TORSH_STATE_DIR"
 _RECORD = "job.json"
 _MAX_NAME_CHARS = 128
 
@@ -117,16 +116,6 @@ class JobRecord:
     """The engine's own settings: which cluster, which namespace."""
 
 
-def state_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where this user's jobs are remembered."""
-    environ = os.environ if environ is None else environ
-    chosen = environ.get(STATE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "torsh"
-
-
 def job_directory(name: str) -> Path:
     """The directory of the job of that name, created for this user alone; it may exist already."""
     require_job_name(name)
@@ -135,7 +124,7 @@ def job_directory(name: str) -> Path:
     except OSError as error:
         raise IoError(
             "the job's directory cannot be made",
-            hint=f"set {STATE_VARIABLE} to a directory of yours that the nodes of the cluster share",
+            hint="set TORSH_STATE_DIR to a directory of yours that the nodes of the cluster share",
             path=str(state_directory() / "jobs" / name),
             reason=error.strerror or str(error),
         ) from error

@@ -19,7 +19,7 @@ from typing_extensions import override
 from torsh_distributed.clusters.base import ClusterEngine, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import ask_program, fixed_size
-from torsh_distributed.clusters.job_records import job_directory, state_directory
+from torsh_distributed.clusters.job_records import job_directory
 from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,
@@ -34,6 +34,7 @@ from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_fil
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.ports import meeting_variables, require_port_limit
 from torsh_distributed.launch.spec import LOOPBACK, parse_port_range
+from torsh_distributed.private_files import state_directory
 
 _ASK_TIMEOUT_S = 20.0
 _LABELS = (

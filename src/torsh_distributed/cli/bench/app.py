@@ -15,6 +15,10 @@ COMMANDS = {
         "torsh_distributed.cli.bench.compression",
         "Time every method on local ranks: encoding, decoding, and a whole average.",
     ),
+    "machine": (
+        "torsh_distributed.cli.bench.machine",
+        "Measure what operations and links of this machine cost, for the planner.",
+    ),
     "network": (
         "torsh_distributed.cli.bench.network",
         "Measure latency and bandwidth between local ranks, by size and over time.",
@@ -26,4 +30,4 @@ app = typer.Typer(name="bench", cls=lazy_group(COMMANDS), add_completion=False, 
 
 @app.callback()
 def _group() -> None:
-    """Measure this machine: backends, compression, the network."""
+    """Measure this machine: operations and links, backends, compression, the network."""

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.clusters.base import JobState, JobStatus
-from torsh_distributed.clusters.job_records import job_directory, read_growing, state_directory
+from torsh_distributed.clusters.job_records import job_directory, read_growing
 from torsh_distributed.errors import CommunicationError, IoError, OperationTimeout
+from torsh_distributed.private_files import state_directory
 from torsh_distributed.unreadable_data import unreadable_as
 
 PROCESS_FILE, EXIT_FILE, CANCEL_FILE, LOG_FILE = "process.json", "exit.json", "cancelled", "output.log"

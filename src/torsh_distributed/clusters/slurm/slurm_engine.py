@@ -22,7 +22,6 @@ from torsh_distributed.clusters.job_records import (
     all_records,
     job_directory,
     read_growing,
-    state_directory,
     write_private,
 )
 from torsh_distributed.clusters.ranks.rank_reports import job_variables, rank_command, report_directory, with_cause
@@ -32,6 +31,7 @@ from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_fil
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, IoError, OperationTimeout
 from torsh_distributed.launch.ports import meeting_variables, require_port_limit
 from torsh_distributed.launch.spec import parse_port_range
+from torsh_distributed.private_files import state_directory
 from torsh_distributed.unreadable_data import unreadable_as
 
 ASK_TIMEOUT_S = 30.0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from torsh_distributed.planner.machine.machine_file import MachineFile, Measurement, machine_path
 from torsh_distributed.planner.machine.machine_profile import NOT_MEASURED, DeviceLink, MachineProfile, Rate
+
+_log = logging.getLogger(__name__)
 
 _REPEATS = 7
 _SIDE = {"cpu": 384, "cuda": 4096}
@@ -18,11 +23,65 @@ _COPIED_BYTES = {"cpu": 2**25, "cuda": 2**30}
 _ON_LINKS = f"{NOT_MEASURED}: a quarter of the memory's rate, for a copy into and out of shared memory"
 
 
-def this_machine(num_ranks: int = 1) -> MachineProfile:
+def this_machine(num_ranks: int = 1, *, path: Path | None = None) -> MachineProfile:
     """The machine at hand with `num_ranks` on it: its GPU if it has one, else its CPU, divided between the ranks.
 
-    Links between ranks are not measured here, and marked.
+    As `torsh bench machine` has measured it with so many ranks; `path` is its file, left out the usual one. Else some
+    numbers are measured now, in about a second: links between ranks are not, and marked.
     """
+    path = path or machine_path()
+    if path.exists():
+        file = MachineFile.load(path)
+        stale = file.differences()
+        if stale:
+            _log.warning("%s is not used, it is of another machine (%s): torsh bench machine", path, "; ".join(stale))
+        elif num_ranks in file.by_ranks:
+            return measured_machine(file.by_ranks[num_ranks])
+    return _measured_now(num_ranks)
+
+
+def measured_machine(found: Measurement) -> MachineProfile:
+    """The machine as it was measured with some ranks on it."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    rates, source = found.rates, f"measured {found.date}, spread {found.spread:.0%}"
+    elementwise = rates.families["elementwise"]
+    flops = {
+        name: Rate(max(rate for plane in table.flops_per_s for line in plane for rate in line), source)
+        for name, table in rates.products.items()
+    }
+    low = flops.get("bf16", flops["fp32"])
+    interference = found.interference
+    return MachineProfile(
+        name=_name(kind),
+        device_type=kind,
+        memory_bytes=_memory_bytes(kind, found.num_ranks),
+        flops={"fp32": flops["fp32"], "bf16": low, "fp16": low, "fp8": low},
+        memory_rate=Rate(elementwise.sizes[-1] / elementwise.seconds[-1], source),
+        launch_s=Rate(elementwise.seconds[0] + rates.launch_s, source),
+        near=_measured_link(found, source),
+        far=_measured_link(found, source),
+        devices_per_node=max(found.num_ranks, torch.cuda.device_count()),
+        overlap=Rate(0.0 if interference is None else interference.overlap, source),
+        rates=rates,
+    )
+
+
+def _measured_link(found: Measurement, source: str) -> DeviceLink:
+    """Latency and bandwidth of a ring that would take as long as the all-reduces did."""
+    table, count = found.collectives.get("all_reduce"), found.num_ranks
+    if table is None:
+        return DeviceLink(Rate(0.0, source), Rate(float("inf"), source))
+    byte_s = max(1e-13, (table.seconds[-1] - table.seconds[0]) / (table.sizes[-1] - table.sizes[0]))
+    latency_s = Rate(table.seconds[0] / (2 * (count - 1)), source)
+    rate = Rate(2 * (count - 1) / count / byte_s, source)
+    return DeviceLink(latency_s, rate, {count: found.collectives})
+
+
+def _name(kind: str) -> str:
+    return torch.cuda.get_device_name(0) if kind == "cuda" else "this machine's CPU"
+
+
+def _measured_now(num_ranks: int) -> MachineProfile:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     threads = torch.get_num_threads()
@@ -37,7 +96,7 @@ def this_machine(num_ranks: int = 1) -> MachineProfile:
         torch.set_num_threads(threads)
     link = DeviceLink(Rate(launch.value, _ON_LINKS), Rate(rate.value / 4, _ON_LINKS))
     return MachineProfile(
-        name=torch.cuda.get_device_name(0) if kind == "cuda" else "this machine's CPU",
+        name=_name(kind),
         device_type=kind,
         memory_bytes=_memory_bytes(kind, num_ranks),
         flops={**flops, "bf16": low, "fp16": low, "fp8": low},

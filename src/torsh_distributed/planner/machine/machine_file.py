@@ -1,0 +1,133 @@
+"""What was measured of a machine, in a file: with what it was measured on, when, and how much it varied.
+
+A file is for one machine and one software: another processor, GPU, driver or torch makes it stale.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.reading.files import write_atomically
+from torsh_distributed.planner.machine.link_measuring import Interference
+from torsh_distributed.planner.machine.measured_rates import OperationRates, ProductTable, SizeTable
+from torsh_distributed.private_files import state_directory
+from torsh_distributed.unreadable_data import unreadable_as
+
+FORMAT = 1
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One measuring, with some ranks at work on the machine."""
+
+    num_ranks: int
+    date: str
+    spread: float
+    """Of a typical point: largest less smallest block, over the median."""
+    rates: OperationRates
+    collectives: Mapping[str, SizeTable] = field(default_factory=dict)
+    """By operation; empty for one rank."""
+    interference: Interference | None = None
+
+
+@dataclass(frozen=True)
+class MachineFile:
+    """All measurements of one machine."""
+
+    fingerprint: Mapping[str, str]
+    by_ranks: Mapping[int, Measurement]
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = {str(count): asdict(one) for count, one in sorted(self.by_ranks.items())}
+        document = {"format": FORMAT, "fingerprint": dict(self.fingerprint), "by_ranks": found}
+        write_atomically(path, json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> MachineFile:
+        """Read what `save` wrote. Raises ConfigurationError for anything else."""
+        hint = "measure again: torsh bench machine"
+        with unreadable_as(
+            ConfigurationError, "the file does not describe a measured machine", hint=hint, path=str(path)
+        ):
+            document = json.loads(path.read_bytes())
+            if document["format"] != FORMAT:
+                raise ValueError(f"its format is {document['format']}, and this version reads {FORMAT}")
+            return cls(
+                document["fingerprint"],
+                {int(one): measurement_from(found) for one, found in document["by_ranks"].items()},
+            )
+
+    def differences(self) -> list[str]:
+        """What is different here from where it was measured; then it is stale."""
+        here = fingerprint()
+        return [
+            f"{name}: {self.fingerprint.get(name)} then, {here.get(name)} now"
+            for name in sorted({*here, *self.fingerprint})
+            if here.get(name) != self.fingerprint.get(name)
+        ]
+
+
+def fingerprint() -> dict[str, str]:
+    """What decides how fast this machine is."""
+    found = {"processor": _processor(), "cores": str(os.cpu_count()), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["gpu"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = _CPU_FACTS.read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
+    return names[0] if names else platform.machine()
+
+
+def machine_path() -> Path:
+    """Where this machine's file is: in the user's state directory."""
+    return state_directory() / "machine.json"
+
+
+def measurement_from(found: Mapping[str, Any]) -> Measurement:
+    """The measurement in what `asdict` made of one."""
+    rates = found["rates"]
+    interference = found["interference"]
+    return Measurement(
+        num_ranks=found["num_ranks"],
+        date=found["date"],
+        spread=found["spread"],
+        rates=OperationRates(
+            products={
+                name: ProductTable(
+                    tuple(one["sides"]),
+                    tuple(tuple(tuple(map(float, line)) for line in plane) for plane in one["flops_per_s"]),
+                )
+                for name, one in rates["products"].items()
+            },
+            attention={name: _table(one) for name, one in rates["attention"].items()},
+            families={name: _table(one) for name, one in rates["families"].items()},
+            launch_s=float(rates["launch_s"]),
+            backward_launch_s=float(rates["backward_launch_s"]),
+            update=_table(rates["update"]),
+        ),
+        collectives={name: _table(one) for name, one in found["collectives"].items()},
+        interference=None if interference is None else Interference(**interference),
+    )
+
+
+def _table(found: Mapping[str, Any]) -> SizeTable:
+    return SizeTable(tuple(map(float, found["sizes"])), tuple(map(float, found["seconds"])))
