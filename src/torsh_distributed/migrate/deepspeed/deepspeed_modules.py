@@ -14,6 +14,7 @@ from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, op
 from torsh_distributed.migrate.deepspeed.config import key_constants, section_models
 from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_line import LOCAL_RANK_VARIABLE
+from torsh_distributed.migrate.deepspeed.moe import expert_modules, gating, moe_layer
 from torsh_distributed.migrate.deepspeed.observing import deepspeed_timers, flops_profile, run_monitors
 from torsh_distributed.migrate.deepspeed.pipe import pipeline_engine, pipeline_module, rank_topology
 from torsh_distributed.migrate.deepspeed.schedules import curriculum, lr_schedules
@@ -21,7 +22,6 @@ from torsh_distributed.migrate.deepspeed.surface import (
     activation_checkpointing,
     comm_calls,
     device_accelerator,
-    moe_layer,
     op_builders,
     runtime_helpers,
     script_helpers,
@@ -114,7 +114,9 @@ def _top() -> dict[str, Names]:
         "deepspeed.elasticity.elasticity": of_elasticity,
         "deepspeed.moe": {},
         "deepspeed.moe.layer": _public(moe_layer, "MoE"),
-        "deepspeed.moe.utils": {name: value for name, value in _functions(moe_layer).items() if name != "MoE"},
+        "deepspeed.moe.experts": _public(expert_modules, "Experts"),
+        "deepspeed.moe.sharded_moe": {**_public(moe_layer, "MOELayer"), **_public(gating, "TopKGate")},
+        "deepspeed.moe.utils": _functions(moe_layer),
         "deepspeed.monitor": {},
         "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
         "deepspeed.monitor.config": _public(

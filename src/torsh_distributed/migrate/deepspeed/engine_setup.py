@@ -18,6 +18,8 @@ from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpee
 from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
 from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
+from torsh_distributed.migrate.deepspeed.moe.moe_layer import configure_moe_param_groups, has_moe_layers
+from torsh_distributed.migrate.deepspeed.moe.spreading import mark_experts, spread_degree
 from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
@@ -266,6 +268,7 @@ def make_engine(
         average_dense(model, inner, settings)
         core = spread(model, settings, inner)
         mark_optimizer(core.optimizer, settings)
+        mark_experts(core.unwrapped)
     else:
         core = untrained_core(model, core_plan(settings, is_trained=False))
     gather_external(core.unwrapped, externals)
@@ -303,6 +306,8 @@ def choose_optimizer(
             got=type(made).__name__,
         )
         return made
+    if trained and has_moe_layers(model)[0]:
+        trained = configure_moe_param_groups(trained)
     return optimizer_from_config(settings, trained, model)
 
 
@@ -322,6 +327,7 @@ def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     on_host = settings.offloads_optimizer and rank_device().type != "cpu"
     disk = _disk_of(settings)
     has_masters = (settings.dtype is not torch.float32 and not settings.has_fp32_shards) or on_host or disk is not None
+    experts = spread_degree(model, inner, settings)
     optimizer = inner
     if has_masters:
         optimizer = MasterWeights(inner, on_host=on_host, dtype=settings.master_dtype, disk=disk)
@@ -329,7 +335,7 @@ def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
         # A frozen parameter has no master, and groups that became empty are dropped, as in DeepSpeed.
         group["params"] = [param for param in group["params"] if param.requires_grad]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    core = parallelize(model, optimizer, core_plan(settings))
+    core = parallelize(model, optimizer, core_plan(settings, experts=experts))
     if isinstance(core.optimizer, MasterWeights):
         core.optimizer.make_masters(core.strategy.state_parts().like)
     return core
@@ -345,8 +351,8 @@ def _disk_of(settings: RunSettings) -> DiskTier | None:
     return DiskTier(folder, sys.maxsize)
 
 
-def core_plan(settings: RunSettings, *, is_trained: bool = True) -> Plan:
-    """The plan that the Engine under a DeepSpeed engine has.
+def core_plan(settings: RunSettings, *, is_trained: bool = True, experts: int = 1) -> Plan:
+    """The plan that the Engine under a DeepSpeed engine has; `experts`: ranks that the experts of a layer are on.
 
     Precision and clipping are not in it: the module itself is in 16 bits, and the engine clips masters. Buffers stay
     each rank's own, as in DeepSpeed.
@@ -364,9 +370,12 @@ def core_plan(settings: RunSettings, *, is_trained: bool = True) -> Plan:
     }
     if is_trained and settings.has_fp32_shards:
         sections["precision"] = {"dtype": "bf16", "reduce_dtype": "bf16" if settings.reduce_dtype == "same" else "fp32"}
-    if settings.stage and num_ranks > 1:
-        sections["mesh"] = {"dp": 1, "shard": -1}
-        sections["fsdp"] = {"strategy": STRATEGIES[settings.stage]}
+    if experts > 1:
+        sections["mesh"] = {"dp": -1, "ep": experts}
+    if settings.stage and num_ranks > experts:
+        sections["mesh"] = {"dp": 1, "shard": -1, "ep": experts}
+        # Beside experts that differ between ranks, the state of an optimizer is not sharded without its parameters.
+        sections["fsdp"] = {"strategy": STRATEGIES[settings.stage if experts == 1 else 2]}
         if settings.plan is not None:
             _take_over(sections, settings.plan)
     return Plan.from_dict(sections)

@@ -65,6 +65,8 @@ class ExpertDataParallel(DataParallel):
         self._reduce = bucket_reducer(distributed or DistributedConfig(), replicas, check_one_device(model))
         self._num_replicas, self._replicas = replicas.size(), replicas.group_name
         self._is_last = True
+        self.waits_for_update = False
+        """Whether `average_experts` averages, not backward: for loops that learn afterwards which backward was last."""
         self._pending: list[tuple[torch.futures.Future[Tensor], float]] = []
         self._intervals: list[tuple[float, float]] = []
         for param in self._experts:
@@ -151,7 +153,7 @@ class ExpertDataParallel(DataParallel):
     def _on_gradient(self, param: Tensor) -> None:
         """Runs in backward, when the gradient of an expert stack is complete: on every rank, in the same order."""
         assert param.grad is not None
-        if not self._is_last:
+        if not self._is_last or self.waits_for_update:
             return
         param.grad.div_(self.data_degree)
         if self._num_replicas == 1:
@@ -160,6 +162,16 @@ class ExpertDataParallel(DataParallel):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         started = time.monotonic()
         self._pending.append((self._reduce(param.grad), started))
+
+    def average_experts(self) -> None:
+        """Average the gradients of experts before an update, if `waits_for_update`; every rank calls this once."""
+        for param in self._experts:
+            if param.grad is None:  # other ranks may have one, and all of them reduce
+                param.grad = torch.zeros_like(param)
+            param.grad.div_(self.data_degree)
+            if self._num_replicas > 1:
+                self._pending.append((self._reduce(param.grad), time.monotonic()))
+        self._finish()
 
     def _finish(self) -> None:
         """Runs at the end of backward; waits for the gradients."""

@@ -87,6 +87,12 @@ class SpreadExperts(StateParts):
         return whole_shape, runs
 
     @override
+    def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
+        layer = self._layers.get(name)
+        is_cut = layer is None or value.shape == like.shape  # by `cut_state`
+        return value if is_cut or layer is None else cut_stack(value, layer)
+
+    @override
     def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
         if name in self._layers:
             check_stacked(param, optimizer)

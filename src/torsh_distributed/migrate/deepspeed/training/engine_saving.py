@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import as_listed, stacks_of
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import TaggedCheckpoints
@@ -106,7 +107,8 @@ class EngineSaving:
     ) -> dict[str, Any]:
         """The module's state with whole tensors, on every rank; every rank calls this."""
         with self._as_held():
-            return {f"{prefix}{name}": value for name, value in self._core.strategy.whole_tensors()}
+            whole = as_listed(self._core.strategy.whole_tensors(), stacks_of(self.module))
+            return {f"{prefix}{name}": value for name, value in whole}
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
         """Load whole tensors into the module; masters follow. Every rank calls this with the same state."""

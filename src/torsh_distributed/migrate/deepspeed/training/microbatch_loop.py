@@ -22,6 +22,7 @@ from torsh_distributed.migrate.deepspeed.training.run_settings import RunSetting
 from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
+from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.train.engine import Engine
 
@@ -110,6 +111,11 @@ class MicrobatchLoop:
     def __init__(self, core: Engine, settings: RunSettings, update: UpdateStep) -> None:
         self._core, self._settings, self._update = core, settings, update
         self._replicas = core.model if isinstance(core.model, DistributedDataParallel) else None
+        self._experts = core.strategy if isinstance(core.strategy, ExpertDataParallel) else None
+        if self._experts is not None:
+            self._experts.waits_for_update = True
+        self._is_averaged = True
+        """Whether gradients of experts are averaged since the last forward; `step` may come after a script did it."""
         self._is_untrained = isinstance(core.optimizer, NoOptimizer)
         self.is_inside_no_sync = False
         self._overlaps: bool | None = None if self._replicas is not None else False
@@ -127,6 +133,7 @@ class MicrobatchLoop:
                 return core.model(*args, **kwargs)
         self._update.began()
         self._num_open += 1
+        self._is_averaged = False
         with events.phase("forward"), self._syncing(bool(ends_update)), self._autocast():
             outputs = core.model(*args, **kwargs)
         if self._settings.batch.accumulation > 1 or self._update.scaler.loss_scale != 1.0:
@@ -177,6 +184,9 @@ class MicrobatchLoop:
             self._overlaps = all(all_gather_object(mine)) if replicas.process_group.size() > 1 else mine
         with events.phase("backward"):
             replicas.sync_gradients()
+            if self._experts is not None and not self._is_averaged:
+                self._experts.average_experts()
+        self._is_averaged = True
 
     def _refuse_unused(self) -> None:
         """A parameter without a gradient is an error if the config of stage 1 or 2 says so, on all ranks alike."""

@@ -24,6 +24,7 @@ from torsh_distributed.errors import CheckpointError, first_line
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed
 from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import as_stacked, stacks_of
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
@@ -161,7 +162,7 @@ class TaggedCheckpoints:
     def load_module(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load whole tensors, the same on all ranks; without `strict` names that differ keep their values."""
         strategy = self._core.strategy
-        given = dict(state)
+        given = as_stacked(state, stacks_of(strategy.unwrapped))
         if not strict:
             held = dict(strategy.whole_tensors())
             given = {name: given.get(name, value) for name, value in held.items()}

@@ -19,6 +19,7 @@ from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.parallel.data.data_strategy import DataParallel
+from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.mesh.mesh_reduction import held_by_placement, multiply, sum_of_squares
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import PendingNumber
@@ -143,7 +144,8 @@ class UpdateStep:
     def _measured(self) -> Tensor:
         """The norm of the gradient as it is, times the loss scale."""
         strategy = self._core.strategy
-        if self._settings.dtype is torch.float32 or not isinstance(strategy, DataParallel | Sharded):
+        is_equal = isinstance(strategy, DataParallel | Sharded) and not isinstance(strategy, ExpertDataParallel)
+        if self._settings.dtype is torch.float32 or not is_equal:
             return strategy.clip_grad_norm(None)
         return scaled_norm(self._core, self._settings.stage)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import as_listed, stacks_of
 from torsh_distributed.migrate.deepspeed.zero.param_access import note_whole
 from torsh_distributed.parallel.state.whole_state import plain_name, whole
 from torsh_distributed.parallel.strategy import Strategy
@@ -25,8 +26,9 @@ def whole_weights(strategy: Strategy, *, keeps: bool, exclude: set[str] = frozen
     One tensor at a time is whole on the other ranks.
     """
     found: dict[str, Tensor] = {}
-    for name, value in strategy.whole_tensors():
-        if keeps and name not in exclude and isinstance(value, Tensor):
+    wanted = ((name, value) for name, value in strategy.whole_tensors() if name not in exclude)
+    for name, value in as_listed(wanted, stacks_of(strategy.unwrapped)):
+        if keeps and isinstance(value, Tensor):
             found[name] = value.detach().to("cpu", copy=True)
     return found
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's mixture of experts: read `moe_layer` first, then `gating`, `expert_modules` and `spreading`."""
