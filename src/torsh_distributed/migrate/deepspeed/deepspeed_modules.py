@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed import elasticity, initialize_group, ops, script_start
-from torsh_distributed.migrate.deepspeed.config import key_constants, section_models
+from torsh_distributed.migrate.deepspeed.config import config_helpers, key_constants, section_models
 from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_line import LOCAL_RANK_VARIABLE
 from torsh_distributed.migrate.deepspeed.moe import expert_modules, gating, moe_layer
@@ -118,9 +118,10 @@ def _top() -> dict[str, Names]:
         "deepspeed.moe.sharded_moe": {**_public(moe_layer, "MOELayer"), **_public(gating, "TopKGate")},
         "deepspeed.moe.utils": _functions(moe_layer),
         "deepspeed.monitor": {},
-        "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
-        "deepspeed.monitor.config": _public(
-            section_models, "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "CSVConfig"
+        "deepspeed.monitor.monitor": {**_public(run_monitors, "MonitorMaster"), "Monitor": run_monitors.RunMonitor},
+        "deepspeed.monitor.config": _public(config_helpers, "get_monitor_config")
+        | _public(
+            section_models, "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "CSVConfig", "CometConfig"
         ),
         "deepspeed.profiling": {},
         "deepspeed.profiling.flops_profiler": profiler,
@@ -141,11 +142,14 @@ def _utils() -> dict[str, Names]:
             **leaves,
             **full_access,
             **_public(script_helpers, "OnDevice", "instrument_w_nvtx"),
+            **_public(script_helpers, "get_caller_func", "recursive_getattr", "recursive_setattr"),
             **_public(microbatch_loop, "RepeatingLoader"),
         },
         "deepspeed.utils.logging": {**logs, **_public(script_helpers, "print_rank_0", "warning_once")},
         "deepspeed.utils.groups": groups,
-        "deepspeed.utils.timer": _public(deepspeed_timers, "SynchronizedWallClockTimer", "ThroughputTimer"),
+        "deepspeed.utils.timer": _public(
+            deepspeed_timers, "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"
+        ),
         "deepspeed.utils.zero_to_fp32": _functions(fp32_weights),
         "deepspeed.utils.tensor_fragment": full_access,
         "deepspeed.utils.z3_leaf_module": leaves,
@@ -174,13 +178,18 @@ def _runtime() -> dict[str, Names]:
         "deepspeed.runtime": {},
         "deepspeed.runtime.engine": {**_engines(), **_public(microbatch_loop, "DeepSpeedDataLoader")},
         "deepspeed.runtime.config": _config(),
-        "deepspeed.runtime.config_utils": _public(section_models, "DeepSpeedConfigModel"),
+        "deepspeed.runtime.config_utils": {
+            **{name: value for name, value in vars(config_helpers).items() if name.startswith(("get_", "dict_"))},
+            **_public(config_helpers, "DeepSpeedConfigObject"),
+            **_public(section_models, "DeepSpeedConfigModel"),
+        },
         "deepspeed.runtime.constants": key_constants.key_constants(),
         "deepspeed.runtime.precision_config": _public(section_models, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
         "deepspeed.runtime.lr_schedules": {
             **lr_schedules.schedule_constants(),
             **lr_schedules.SCHEDULES,
-            **_public(lr_schedules, "add_tuning_arguments", "get_config_from_args", "get_lr_from_config"),
+            **_public(lr_schedules, "add_tuning_arguments", "parse_arguments"),
+            **_public(lr_schedules, "get_config_from_args", "get_lr_from_config"),
         },
         "deepspeed.runtime.dataloader": _public(microbatch_loop, "RepeatingLoader", "DeepSpeedDataLoader"),
         "deepspeed.runtime.progressive_layer_drop": _public(curriculum, "ProgressiveLayerDrop"),

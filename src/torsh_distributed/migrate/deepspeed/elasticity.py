@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,16 @@ def compute_elastic_config(
             elastic_batch(ElasticSettings.from_section(section), max(sizes)).micro_batch_size,
         )
     return found.train_batch_size, sizes
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a config asks for elastic batches."""
+    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if an elastic scheduler planned with another section than this."""
+    require_scheduled(runtime_elastic_config_dict, os.environ)
 
 
 def elastic_batch(settings: ElasticSettings, num_gpus: int = 0) -> ElasticBatch:

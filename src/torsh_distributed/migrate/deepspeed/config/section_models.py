@@ -12,7 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import WITHOUT_BEGINNING
 from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO
-from torsh_distributed.migrate.deepspeed.config.section_keys import BF16, COMMS_LOGGER, FLOPS, FP16, TENSORBOARD, WANDB
+from torsh_distributed.migrate.deepspeed.config.section_keys import (
+    BF16,
+    COMET,
+    COMMS_LOGGER,
+    FLOPS,
+    FP16,
+    TENSORBOARD,
+    WANDB,
+)
 from torsh_distributed.migrate.deepspeed.config.setting import Setting, SettingGroup
 
 
@@ -123,6 +131,7 @@ DeepSpeedBF16Config = _model("DeepSpeedBF16Config", BF16)
 TensorBoardConfig = _model("TensorBoardConfig", TENSORBOARD)
 CSVConfig = _model("CSVConfig", TENSORBOARD)
 WandbConfig = _model("WandbConfig", WANDB)
+CometConfig = _model("CometConfig", COMET)
 DeepSpeedCommsConfig = _model("DeepSpeedCommsConfig", COMMS_LOGGER)
 DeepSpeedFlopsProfilerConfig = _model("DeepSpeedFlopsProfilerConfig", FLOPS)
 _ACTIVATIONS = KNOWN.settings["activation_checkpointing"]
@@ -136,3 +145,4 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     tensorboard: Any = None
     wandb: Any = None
     csv_monitor: Any = None
+    comet: Any = None

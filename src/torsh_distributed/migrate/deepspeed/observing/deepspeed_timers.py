@@ -87,6 +87,47 @@ class SynchronizedWallClockTimer:
             _log.info("time (ms) | %s", " | ".join(f"{name}: {value:.2f}" for name, value in found.items()))
 
 
+class NoopTimer:
+    """In the place of the timers where nothing is measured: `timer("forward").start()` does nothing."""
+
+    class Timer:
+        """Measures nothing."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def stop(self, **_: Any) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def elapsed(self, **_: Any) -> float:
+            """No time."""
+            return 0.0
+
+        def mean(self) -> float:
+            """No time."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Timer:
+        """The same timer under every name."""
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def log(self, names: Sequence[str], **_: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Sequence[str], **_: Any) -> None:
+        """Nothing."""
+
+
 class ThroughputTimer:
     """Samples per second over all ranks, from the third step on."""
 

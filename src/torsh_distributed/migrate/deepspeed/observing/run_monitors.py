@@ -11,7 +11,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.config.section_models import DeepSpeedMonitorConfig
 from torsh_distributed.observe.export.tensorboard_events import event_file_name, scalar_event, write_events
 
 MonitorEvent = tuple[str, Any, int]
@@ -116,10 +118,14 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], RunMonitor]] = {
 class MonitorMaster:
     """All monitors that a config turns on; `enabled` says whether there is any."""
 
-    def __init__(self, config: Mapping[str, Any], *, rank: int) -> None:
+    def __init__(self, monitor_config: Mapping[str, Any] | DeepSpeedMonitorConfig, *, rank: int | None = None) -> None:
+        """`rank`: this process's; scripts leave it out."""
+        is_model = isinstance(monitor_config, DeepSpeedMonitorConfig)
+        config = monitor_config.model_dump() if is_model else monitor_config
         wanted = [name for name in _KINDS if _is_on(config.get(name))]
         self.enabled = bool(wanted)
-        self._monitors = [_KINDS[name](config[name]) for name in wanted] if rank == 0 else []
+        writes = (process_group.rank() if rank is None else rank) == 0
+        self._monitors = [_KINDS[name](config[name]) for name in wanted] if writes else []
 
     def write_events(self, events: Iterable[MonitorEvent]) -> None:
         """Write numbers; ranks other than 0 write nothing."""

@@ -63,6 +63,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of `add_tuning_arguments` on this process's command line, and those it does not know."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
 def _kind_of(default: Any) -> Callable[[str], Any]:
     if isinstance(default, bool):
         return lambda text: text.lower() in ("1", "true", "yes")

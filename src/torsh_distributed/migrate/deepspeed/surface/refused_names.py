@@ -52,8 +52,16 @@ REFUSED = {
         "PartitionedTensor": "activations travel whole between stages",
     },
     "deepspeed.runtime.sparse_tensor": {"SparseTensor": "use torch.sparse_coo_tensor"},
+    "deepspeed.runtime.zero.mics": {"MiCS_Optimizer": "zero_optimization.mics_shard_size makes groups of shards"},
+    "deepspeed.accelerator": {"set_accelerator": "the accelerator is the one that torch finds"},
+    "deepspeed.checkpointing": {"CheckpointFunction": "call deepspeed.checkpointing.checkpoint"},
+    "deepspeed.utils.groups": {"initialize": "pass ep_size to deepspeed.moe.layer.MoE"},
+    "engine": {
+        "set_custom_curriculum_learning_schedule": "the section curriculum_learning has schedules for lengths",
+        "set_data_post_process_func": "change batches in the script's own loop, or in collate_fn",
+    },
 }
-"""Names that can be imported and raise when they are used."""
+"""Names that can be imported and raise when they are used; `engine`: methods."""
 
 REFUSED_MODULES = {
     "deepspeed.ops.sparse_attention": "DeepSpeed's sparse attention is compiled code: use torch's FlexAttention",
@@ -75,6 +83,7 @@ REFUSED_MODULES = {
     "deepspeed.nvme": "`torsh bench` measures the disk",
     "deepspeed.io": "checkpoints are written by this engine itself",
     "deepspeed.nebula": "checkpoints are written in the background: checkpoint.async_save of a plan",
+    "deepspeed.runtime.pipe.schedule": _CUTS,
     "deepspeed.runtime.hybrid_engine": "train and generate with one engine: call engine.module.generate",
     "deepspeed.runtime.rollout": "train and generate with one engine: call engine.module.generate",
     "deepspeed.runtime.sequence_parallel": _SEQUENCES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,25 @@ def clip_grad_norm_(
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """The norm of what has these norms."""
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of parameters as this rank holds them; -1 if it is not finite."""
+    return _norm_of([parameters] if isinstance(parameters, Tensor) else list(parameters), norm_type)
+
+
+def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of gradients as this rank holds them; -1 if it is not finite. An engine's is get_global_grad_norm()."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return _norm_of([param.grad for param in given if param.grad is not None], norm_type)
+
+
+def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
+    if not tensors:
+        return 0.0
+    norms = torch.stack([tensor.detach().float().norm(norm_type) for tensor in tensors])
+    found = float(norms.norm(norm_type))
+    return found if math.isfinite(found) else -1.0
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -200,6 +201,22 @@ def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> b
         else isinstance(module, one)
         for one in classes
     )
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """An attribute by its dotted path: `encoder.layers.0.weight`."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Set an attribute by its dotted path."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def get_caller_func(frame: int = 3) -> str:
+    """The name of the function that many calls above this one."""
+    return inspect.stack()[frame].function
 
 
 def set_random_seed(seed: int) -> None:

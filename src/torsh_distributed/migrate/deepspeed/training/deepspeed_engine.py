@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import BatchTriangle
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine, require
 from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
+from torsh_distributed.migrate.deepspeed.surface.refused_names import REFUSED
 from torsh_distributed.migrate.deepspeed.training.engine_saving import EngineSaving
 from torsh_distributed.migrate.deepspeed.training.forward_extras import ForwardExtras
 from torsh_distributed.migrate.deepspeed.training.master_weights import move_state
@@ -328,6 +329,9 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
+        hint = REFUSED["engine"].get(name)
+        if hint is not None:
+            raise NotOfThisEngine(f"engine.{name} is not part of torsh_distributed's deepspeed", hint=hint)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
