@@ -29,6 +29,9 @@ def gathered(stage: int) -> dict[str, Any]:
         return {"marked": hasattr(weight, "ds_id")}
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
     assert (tuple(weight.ds_shape), weight.ds_numel) == ((4, 6), 24)
+    half = expected.chunk(2)[torch.distributed.get_rank()]
+    assert torch.equal(weight.ds_tensor, half.flatten())
+    assert (weight.partition_numel(), weight.ds_persist) == (12, False)
     with GatheredParameters([weight, weight]):
         assert weight.ds_status is ZeroParamStatus.AVAILABLE
         assert isinstance(weight, nn.Parameter)
@@ -56,6 +59,7 @@ def gathered(stage: int) -> dict[str, Any]:
     assert loss.item() == pytest.approx(3.0 * 24 + bias)
     engine.backward(loss)
     engine.step()
+    assert torch.equal(weight.ds_tensor, weight.to_local().flatten())  # after an update too
     return {"marked": True, "status": weight.ds_status.name}
 
 

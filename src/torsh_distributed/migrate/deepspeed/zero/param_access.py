@@ -48,8 +48,15 @@ class ZeroParamType(Enum):
 
 def mark_sharded(param: Any) -> None:
     """Give a sharded parameter what DeepSpeed's have; one that every rank holds whole gets nothing. Any: attributes."""
-    if hasattr(param, "to_local") and not hasattr(param, "ds_id"):
+    if not hasattr(param, "to_local"):
+        return
+    if not hasattr(param, "ds_id"):
         mark(param)
+    shard = param.to_local().detach()
+    # A view of what this rank trains. DeepSpeed's shards have equal sizes, with padding; these end where values end.
+    param.ds_tensor = shard.reshape(-1)
+    param.partition_numel = shard.numel
+    param.ds_persist = False
 
 
 _ids = itertools.count()
