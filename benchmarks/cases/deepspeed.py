@@ -1,4 +1,4 @@
-"""ZeRO's stages on the CPU: a step through the Engine against the same step through DeepSpeed."""
+"""ZeRO's stages on the CPU: a step of the Engine, and of a script on the stand-in, against a step of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,10 +88,22 @@ def _theirs(stage: int, num_steps: int, place: Path) -> tuple[float, float]:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    return _scripted(deepspeed, DeepSpeedCPUAdam, stage, num_steps)
+
+
+def _stand_in(stage: int, num_steps: int) -> tuple[float, float]:
+    from torsh_distributed.migrate import deepspeed
+    from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam
+
+    return _scripted(deepspeed, DeepSpeedCPUAdam, stage, num_steps)
+
+
+def _scripted(deepspeed: Any, adam: Any, stage: int, num_steps: int) -> tuple[float, float]:
+    """The same lines through DeepSpeed or what stands in for it."""
     model = _model()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=DeepSpeedCPUAdam(model.parameters(), lr=1e-3, adamw_mode=False),
+        optimizer=adam(model.parameters(), lr=1e-3, adamw_mode=False),
         config={
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_clipping": 0.0,
@@ -117,19 +130,33 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     try:
         world.run(_build, PLACE, num_ranks=1, backend=None, env=env, timeout_s=1800)
         for stage, name in STAGES.items():
-            ours, theirs = [], []
+            ours, theirs, scripted = [], [], []
             for _ in range(rounds):
                 ours.append(world.run(_ours, stage, num_steps, num_ranks=NUM_RANKS, backend="torsh", timeout_s=120)[0])
+                scripted.append(
+                    world.run(_stand_in, stage, num_steps, num_ranks=NUM_RANKS, backend="torsh", timeout_s=120)[0]
+                )
                 arguments = (stage, num_steps, PLACE)
                 theirs.append(
                     world.run(_theirs, *arguments, num_ranks=NUM_RANKS, backend=None, env=env, timeout_s=580)[0]
                 )
-            _require_same_training(ours[0][1], theirs[0][1], stage)
+            for side in (ours, scripted):
+                _require_same_training(side[0][1], theirs[0][1], stage)
+            rates = {
+                "DeepSpeed": Measurement.of([1 / seconds for seconds, _ in theirs]),
+                "our Engine": Measurement.of([1 / seconds for seconds, _ in ours]),
+            }
             yield Row(
                 name=f"stage {stage} ({name}), {NUM_RANKS} ranks",
                 unit=Unit.PER_SECOND,
-                ours=Measurement.of([1 / seconds for seconds, _ in ours]),
-                rivals={"DeepSpeed": Measurement.of([1 / seconds for seconds, _ in theirs])},
+                ours=rates["our Engine"],
+                rivals={"DeepSpeed": rates["DeepSpeed"]},
+            )
+            yield Row(
+                name=f"stage {stage}, DeepSpeed's script through the stand-in",
+                unit=Unit.PER_SECOND,
+                ours=Measurement.of([1 / seconds for seconds, _ in scripted]),
+                rivals=rates,
             )
     finally:
         world.close()
