@@ -114,7 +114,7 @@ def _top() -> dict[str, Names]:
         "deepspeed.elasticity.elasticity": of_elasticity,
         "deepspeed.moe": {},
         "deepspeed.moe.layer": _public(moe_layer, "MoE"),
-        "deepspeed.moe.experts": _public(expert_modules, "Experts"),
+        "deepspeed.moe.experts": {"Experts": expert_modules.ExpertModules},
         "deepspeed.moe.sharded_moe": {**_public(moe_layer, "MOELayer"), **_public(gating, "TopKGate")},
         "deepspeed.moe.utils": _functions(moe_layer),
         "deepspeed.monitor": {},

@@ -19,7 +19,7 @@ from torsh_distributed.migrate.deepspeed.config.script_config import ScriptConfi
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
 from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.moe.moe_layer import configure_moe_param_groups, has_moe_layers
-from torsh_distributed.migrate.deepspeed.moe.spreading import mark_experts, spread_degree
+from torsh_distributed.migrate.deepspeed.moe.stacked_modules import mark_experts, spread_degree
 from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine

@@ -7,7 +7,7 @@ stacked when an engine is made, and each is computed by one module with its entr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 _LIST = "deepspeed_experts"
 
 
-class Experts(nn.Module):
+class ExpertModules(nn.Module):
     """`deepspeed_experts`: the experts of a layer by number; or, once stacked, parameters named after theirs.
 
     Called with rows that have one expert each: (rows, width), and (rows, 1) their experts and weights.
@@ -87,8 +87,9 @@ class Experts(nn.Module):
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
         # An expert without rows runs on none: ranks then call the same experts, and all parameters get gradients.
-        parts = rows[order].split(counts)
-        done = [self._run(number, part, state) for (number, part), state in zip(enumerate(parts), self._states())]  # noqa: B905 (both have an entry for each expert)
+        parts = torch.split(rows[order], counts)
+        each = enumerate(zip(parts, self._states(), strict=True))
+        done = [self._run(number, part, state) for number, (part, state) in each]
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return torch.cat(done)[inverse] * weights.reshape(-1, 1).to(done[0].dtype)
 
@@ -132,7 +133,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     """The stacks of experts in a model."""
     found = {}
     for where, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertModules):
             prefix = f"{where}." if where else ""
             found.update({f"{prefix}{key}": (prefix, name) for key, name in module.stack_names.items()})
     return found
@@ -158,9 +159,9 @@ def as_stacked(state: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
     return found
 
 
-def _taken(state: dict[str, Any], prefix: str, name: str) -> Sequence[Tensor]:
+def _taken(state: dict[str, Any], prefix: str, name: str) -> list[Tensor]:
     """The tensors of one parameter of all experts, in order, taken out of a state."""
-    parts = []
+    parts: list[Tensor] = []
     while f"{prefix}{_LIST}.{len(parts)}.{name}" in state:
         parts.append(state.pop(f"{prefix}{_LIST}.{len(parts)}.{name}"))
     return parts

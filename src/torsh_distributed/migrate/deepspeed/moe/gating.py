@@ -75,7 +75,7 @@ class TopKGate(nn.Module):
         inputs = tokens.float()
         if self.training and self.noisy_gate_policy == "Jitter":
             low, high = inputs.new_tensor(1 - _JITTER), inputs.new_tensor(1 + _JITTER)
-            inputs = inputs * Uniform(low, high).rsample(inputs.shape)  # type: ignore[no-untyped-call]  # untyped in torch
+            inputs = inputs * Uniform(low, high).rsample(inputs.shape)
         logits = functional.linear(inputs, self.wg.weight.float())
         if self.k == 1:
             return self._best_one(logits, used_token)
@@ -154,7 +154,7 @@ class TopKGate(nn.Module):
 
 
 def _gumbel(logits: Tensor) -> Tensor:
-    noise: Tensor = Gumbel(logits.new_zeros(()), logits.new_ones(())).rsample(logits.shape)  # type: ignore[no-untyped-call]
+    noise: Tensor = Gumbel(logits.new_zeros(()), logits.new_ones(())).rsample(logits.shape)
     return noise
 
 

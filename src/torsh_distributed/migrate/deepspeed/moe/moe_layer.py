@@ -12,14 +12,14 @@ from typing_extensions import override
 
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.moe.expert_modules import Experts
-from torsh_distributed.migrate.deepspeed.moe.gating import TopKGate
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import ExpertModules
+from torsh_distributed.migrate.deepspeed.moe.gating import Routing, TopKGate
 
 
 class MOELayer(nn.Module):
     """A gate and experts; after forward, `l_aux` and `exp_counts` are what the gate said of the tokens."""
 
-    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+    def __init__(self, gate: TopKGate, experts: ExpertModules) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
         self.l_aux: Tensor | None = None
@@ -28,12 +28,12 @@ class MOELayer(nn.Module):
     @override
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = self.gate(tokens, used_token)
+        routing: Routing = self.gate(tokens, used_token)
         self.l_aux, self.exp_counts = routing.balance, routing.counts
         kept = routing.is_kept.flatten().nonzero().squeeze(1)
         token_of_row = kept % max(len(tokens), 1)
         rows = tokens.index_select(0, token_of_row)
-        done = self.experts(rows, routing.experts.flatten()[kept].unsqueeze(1), rows.new_ones((len(rows), 1)))
+        done: Tensor = self.experts(rows, routing.experts.flatten()[kept].unsqueeze(1), rows.new_ones((len(rows), 1)))
         # In fp32 also for experts in 16 bits; a token that no expert has taken is 0.
         weighted = done.float() * routing.weights.flatten()[kept].unsqueeze(1)
         out = weighted.new_zeros((len(tokens), done.shape[1])).index_add(0, token_of_row, weighted)
@@ -44,7 +44,7 @@ class MoE(nn.Module):
     """`num_experts` copies of `expert` behind a gate; returns outputs, the balance loss and the tokens of each expert.
 
     As in DeepSpeed a rank counts its own tokens, so results do not depend on where experts are. With `ep_size` above 1
-    an engine spreads them over that many ranks when it is made (see `spreading`).
+    an engine spreads them over that many ranks when it is made (see `stacked_modules`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MoE(nn.Module):
             use_rts,
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
-        self.deepspeed_moe = MOELayer(gate, Experts(expert, num_experts, self.expert_group_name))
+        self.deepspeed_moe = MOELayer(gate, ExpertModules(expert, num_experts, self.expert_group_name))
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)

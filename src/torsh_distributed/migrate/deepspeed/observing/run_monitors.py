@@ -120,8 +120,10 @@ class MonitorMaster:
 
     def __init__(self, monitor_config: Mapping[str, Any] | DeepSpeedMonitorConfig, *, rank: int | None = None) -> None:
         """`rank`: this process's; scripts leave it out."""
-        is_model = isinstance(monitor_config, DeepSpeedMonitorConfig)
-        config = monitor_config.model_dump() if is_model else monitor_config
+        if isinstance(monitor_config, DeepSpeedMonitorConfig):
+            config: Mapping[str, Any] = monitor_config.model_dump()
+        else:
+            config = monitor_config
         wanted = [name for name in _KINDS if _is_on(config.get(name))]
         self.enabled = bool(wanted)
         writes = (process_group.rank() if rank is None else rank) == 0

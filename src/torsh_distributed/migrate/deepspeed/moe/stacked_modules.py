@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.migrate.deepspeed.moe.expert_modules import Experts
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import ExpertModules
 from torsh_distributed.migrate.deepspeed.moe.moe_layer import MoE
 from torsh_distributed.migrate.deepspeed.ops import FusedLion, MuonWithAuxAdam
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
@@ -59,7 +59,7 @@ def _why_not(layers: list[MoE], degree: int, optimizer: Optimizer, settings: Run
     return None
 
 
-def _why_not_in(experts: Experts, optimizer: Optimizer) -> str | None:
+def _why_not_in(experts: ExpertModules, optimizer: Optimizer) -> str | None:
     """Why the optimizer's groups have no place for stacks of these experts."""
     place = {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
     by_expert = [
@@ -73,7 +73,7 @@ def _why_not_in(experts: Experts, optimizer: Optimizer) -> str | None:
     return None
 
 
-def _stack(experts: Experts, optimizer: Optimizer) -> None:
+def _stack(experts: ExpertModules, optimizer: Optimizer) -> None:
     """Stack a layer's experts; the optimizer gets a stack in the place of the first of its parts."""
     for stack, parts in experts.stack():
         gone = {id(part) for part in parts}
@@ -88,5 +88,5 @@ def _stack(experts: Experts, optimizer: Optimizer) -> None:
 def mark_experts(model: nn.Module) -> None:
     """Mark the experts' parameters again, after others have taken their place."""
     for module in model.modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertModules):
             module.mark()

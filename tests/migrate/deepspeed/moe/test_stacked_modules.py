@@ -14,7 +14,7 @@ from torch import nn
 from tests.bed.world import World
 from tests.migrate.deepspeed.moe import experts
 from torsh_distributed.migrate import deepspeed
-from torsh_distributed.migrate.deepspeed.moe.expert_modules import Experts
+from torsh_distributed.migrate.deepspeed.moe.expert_modules import ExpertModules
 from torsh_distributed.migrate.deepspeed.moe.moe_layer import MoE, is_moe_param
 from torsh_distributed.migrate.deepspeed.ops import FusedLamb
 from torsh_distributed.migrate.deepspeed.zero.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
@@ -148,17 +148,17 @@ def test_lamb_keeps_experts_whole(world: World) -> None:
 
 def test_experts_that_cannot_be_stacked_say_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    assert "buffers" in str(Experts(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2).why_not_stacked())
-    assert "matrix" in str(Experts(nn.LayerNorm(2), 2).why_not_stacked())
-    half = Experts(nn.Linear(2, 2), 2)
+    assert "buffers" in str(ExpertModules(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2).why_not_stacked())
+    assert "matrix" in str(ExpertModules(nn.LayerNorm(2), 2).why_not_stacked())
+    half = ExpertModules(nn.Linear(2, 2), 2)
     half.deepspeed_experts[1].requires_grad_(False)
     assert "frozen in part" in str(half.why_not_stacked())
-    assert Experts(nn.Linear(2, 2), 2).why_not_stacked() is None
+    assert ExpertModules(nn.Linear(2, 2), 2).why_not_stacked() is None
 
 
 def test_stacks_compute_what_the_modules_did() -> None:
     torch.manual_seed(1)
-    layer = Experts(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), 3)
+    layer = ExpertModules(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), 3)
     for expert in layer.deepspeed_experts:
         nn.init.normal_(expert[0].weight)
     rows, chosen = torch.randn(7, 3), torch.tensor([[0], [2], [0], [2], [2], [0], [0]])
