@@ -180,6 +180,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
 }
 _HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
+_SLOW_TO_IMPORT = frozenset({"transformers", "lightning", "torchao"})
 
 
 def unmet_needs(item: pytest.Item) -> dict[str, str]:
@@ -214,6 +215,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         compares = any(item.get_closest_marker(name) for name in ("needs_deepspeed", "needs_fairscale"))
         if fixtures & _STARTS_RANKS or compares:  # the other library runs in an interpreter of its own
             item.add_marker(pytest.mark.ranks)
+        if any(marker.args[0].split(".")[0] in _SLOW_TO_IMPORT for marker in item.iter_markers("needs_library")):
+            item.add_marker(pytest.mark.slow)  # the first one in a process imports it
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -23,7 +23,7 @@ from torsh_distributed.plan.problems import keys_of, sections_of
 
 @pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])
 @given(plan=plans())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_saved_plan_loads_as_an_equal_one(tmp_path_factory: pytest.TempPathFactory, suffix: str, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("plan") / f"plan{suffix}"
     plan.save(path)

@@ -56,8 +56,8 @@ def test_a_wrong_function_is_refused(script: str, name: str, message: str) -> No
         find_model(name)
 
 
+@pytest.mark.needs_library("transformers")
 def test_a_config_of_transformers_is_a_model_without_weights(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     config |= {"intermediate_size": 128, "vocab_size": 100, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -66,8 +66,8 @@ def test_a_config_of_transformers_is_a_model_without_weights(tmp_path: Path) -> 
     assert (profile.num_blocks, profile.loss_note) == (3, "the model's own loss")
 
 
+@pytest.mark.needs_library("transformers")
 def test_a_kind_that_does_not_exist_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigurationError, match=r"lama names no model(.|\n)*did you mean llama"):
         find_model("lama")

@@ -166,8 +166,8 @@ def test_copies_of_weights_are_kept_apart() -> None:
     assert block.saved[Held.WEIGHTS].per_sample == 0
 
 
+@pytest.mark.needs_library("transformers")
 def test_a_model_of_seven_billion_is_traced_by_one_block() -> None:
-    pytest.importorskip("transformers")
     found = find_model("llama")
     profile = profile_model(found.model, Plan(precision={"dtype": "bf16"}), sequence=2048)
     assert (len(profile.blocks), profile.num_blocks) == (1, 32)
