@@ -197,7 +197,7 @@ leave(f"finished-{rank}")
 
 def test_a_plain_torch_script_killed_in_mid_training_comes_back_and_finishes(world: World, tmp_path: Path) -> None:
     script = write_script(tmp_path, PLAIN_TORCH)
-    (outcome,) = launch(world, script, max_restarts=1)
+    (outcome,) = launch(world, script, max_restarts=1, forks_workers=True)
     assert outcome.value == 0, outcome.output
     assert (tmp_path / "finished-0").exists()
     assert (tmp_path / "finished-1").exists()

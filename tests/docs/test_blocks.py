@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from tests.bed.programs import be_program
 from tests.bed.world import World
 from tests.docs.blocks import ROOT, Block, blocks_of, pages, programs, torsh_commands
 from torsh_distributed.cli.app import app
@@ -53,17 +51,6 @@ def is_value_of_a_placeholder(error: Exception) -> bool:
 
 def write_program(blocks: list[Block], folder: Path, name: str) -> None:
     (folder / name).write_text("".join(block.source for block in blocks))
-
-
-def be_program(path: Path) -> None:
-    """Runs on a rank: be what `python path` would be, without importing torch again."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
-    os.chdir(path.parent)
-    sys.argv[:] = [str(path)]
-    sys.path[0] = str(path.parent)
-    warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
-    runpy.run_path(str(path), run_name="__main__")
 
 
 def run_forked(world: World, blocks: list[Block], folder: Path, name: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.programs import be_program
+from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate import install
 
@@ -51,10 +53,15 @@ sys.exit("still there" if "real" not in sys.argv else 0)
 """
 
 
-def test_modules_that_programs_import_are_there_and_others_say_so() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "horovod.tensorflow is not part of torsh_distributed's horovod" in done.stdout
+def output_of(source: str, folder: Path, world: World) -> str:
+    (folder / "program.py").write_text(source)
+    (outcome,) = world.outcomes(be_program, folder / "program.py", num_ranks=1, backend=None)
+    assert outcome.is_ok, outcome.trace
+    return outcome.output
+
+
+def test_modules_that_programs_import_are_there_and_others_say_so(tmp_path: Path, world: World) -> None:
+    assert "horovod.tensorflow is not part of torsh_distributed's horovod" in output_of(SCRIPT, tmp_path, world)
 
 
 DEEPSPEED = """
@@ -93,13 +100,12 @@ except importlib.metadata.PackageNotFoundError:
 """
 
 
-def test_deepspeed_is_there_with_its_metadata_and_refuses_by_name() -> None:
-    done = subprocess.run([sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "sparse attention is compiled code: use torch's FlexAttention" in done.stdout
-    assert "deepspeed.nothing is not part of torsh_distributed's deepspeed, which has: deepspeed," in done.stdout
-    assert "init_inference is not part of torsh_distributed's deepspeed" in done.stdout
-    assert done.stdout.endswith("gone\n")
+def test_deepspeed_is_there_with_its_metadata_and_refuses_by_name(tmp_path: Path, world: World) -> None:
+    output = output_of(DEEPSPEED, tmp_path, world)
+    assert "sparse attention is compiled code: use torch's FlexAttention" in output
+    assert "deepspeed.nothing is not part of torsh_distributed's deepspeed, which has: deepspeed," in output
+    assert "init_inference is not part of torsh_distributed's deepspeed" in output
+    assert output.endswith("gone\n")
 
 
 def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.bed.world import World
 from torsh_distributed.errors import IoError, MemoryAllocationFailed
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier
 
@@ -84,21 +84,13 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
         DiskTier(tmp_path / "missing", 1 << 20)
 
 
-KILLED = """
-import sys
-from torsh_distributed.parallel.offload.storage.tiers import DiskTier
-allocation = DiskTier(sys.argv[1], 1 << 30).allocate(1 << 20, "an array")
-allocation.tensor.fill_(1)
-print("written", flush=True)
-sys.stdin.read()
-"""
+def write_and_die(folder: Path) -> None:
+    allocation = DiskTier(folder, 1 << 30).allocate(1 << 20, "an array")
+    allocation.tensor.fill_(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.ranks
-def test_a_killed_process_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        process.send_signal(signal.SIGKILL)
+def test_a_killed_process_leaves_nothing_on_the_disk(tmp_path: Path, world: World) -> None:
+    (outcome,) = world.outcomes(write_and_die, tmp_path, num_ranks=1, backend=None)
+    assert outcome.exit_code == -signal.SIGKILL, outcome
     assert list(tmp_path.iterdir()) == []
