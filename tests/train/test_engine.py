@@ -71,7 +71,7 @@ def train(batch_size: int, num_samples: int, training: dict[str, object]) -> tup
     return losses, checksum
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2, 4))])
 def test_losses_are_those_of_one_process(world: World, num_ranks: int) -> None:
     results = world.run(train, 12, 60, {}, num_ranks=num_ranks)
     for losses, checksum in results:
@@ -488,24 +488,28 @@ def refused(case: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("mesh", "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks"),
-        ("tensor parallel", "found no layer that tensor parallelism can split"),
-        ("foreign optimizer", "holds none of the model's parameters"),
-        ("frozen", "no parameter that requires a gradient"),
-        ("vector loss", "must be a tensor with one value"),
-        ("single", "must be a pair (inputs, targets)"),
-        ("empty", "the batch is empty"),
-        ("dtype", "batch=['torch.float64'], parameters=['torch.float32']"),
-        ("other model", "weight is (2, 3) float32 on rank 0; (3, 3) float32 on rank 1"),
-        ("no batch", "the loader gave no batch"),
-    ],
-)
-def test_mistakes_are_refused_on_every_rank_before_they_cost(world: World, case: str, message: str) -> None:
-    for answer in world.run(refused, case):
-        assert message in answer
+MISTAKES = {
+    "mesh": "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks",
+    "tensor parallel": "found no layer that tensor parallelism can split",
+    "foreign optimizer": "holds none of the model's parameters",
+    "frozen": "no parameter that requires a gradient",
+    "vector loss": "must be a tensor with one value",
+    "single": "must be a pair (inputs, targets)",
+    "empty": "the batch is empty",
+    "dtype": "batch=['torch.float64'], parameters=['torch.float32']",
+    "other model": "weight is (2, 3) float32 on rank 0; (3, 3) float32 on rank 1",
+    "no batch": "the loader gave no batch",
+}
+
+
+def refused_each() -> dict[str, str]:
+    return {case: refused(case) for case in MISTAKES}
+
+
+def test_mistakes_are_refused_on_every_rank_before_they_cost(world: World) -> None:
+    for answers in world.run(refused_each):
+        for case, message in MISTAKES.items():
+            assert message in answers[case], case
 
 
 def epochs_after_a_load() -> tuple[list[int], str]:

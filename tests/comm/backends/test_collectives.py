@@ -224,7 +224,7 @@ def objects() -> None:
     assert box == [0, "from", 0]
 
 
-@pytest.mark.parametrize(
+SHORT_OF_PORTABLE = pytest.mark.parametrize(
     ("num_ranks", "core"),
     [
         # The cores differ in how a rank computes, not in how many of them meet.
@@ -233,20 +233,26 @@ def objects() -> None:
         for core in CORES
     ],
 )
+
+
+@SHORT_OF_PORTABLE
 def test_reductions_match_the_reference(world: World, tmp_path: Path, core: str, num_ranks: int) -> None:
     counts = world.run(on_shm, tmp_path, core, reduce_everything, num_ranks=num_ranks, backend=None, timeout_s=100)
     assert min(counts) > 100
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("num_ranks", WORLDS)
+@SHORT_OF_PORTABLE
 def test_copies_arrive_bit_for_bit(world: World, tmp_path: Path, core: str, num_ranks: int) -> None:
     counts = world.run(on_shm, tmp_path, core, copy_everything, num_ranks=num_ranks, backend=None, timeout_s=60)
     assert min(counts) > 60
 
 
+def odd_cases() -> None:
+    for case in (unequal_sizes, odd_layouts, scaled_sums, coalesced, objects):
+        case()
+
+
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("case", [unequal_sizes, odd_layouts, scaled_sums, coalesced, objects])
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_odd_cases(world: World, tmp_path: Path, core: str, num_ranks: int, case: object) -> None:
-    world.run(on_shm, tmp_path, core, case, num_ranks=num_ranks, backend=None)
+def test_odd_cases(world: World, tmp_path: Path, core: str, num_ranks: int) -> None:
+    world.run(on_shm, tmp_path, core, odd_cases, num_ranks=num_ranks, backend=None)

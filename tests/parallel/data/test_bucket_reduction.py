@@ -65,13 +65,17 @@ def losses_of_one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_trains_as_one_process_does(world: World, algorithm: str) -> None:
+def train_by_each() -> list[tuple[list[float], str]]:
+    return [train({"algorithm": algorithm}) for algorithm in ALGORITHMS]
+
+
+def test_every_algorithm_trains_as_one_process_does(world: World) -> None:
     expected = losses_of_one_process()
-    found = world.run(train, {"algorithm": algorithm}, num_ranks=3, timeout_s=60)
-    for losses, digest in found:
-        assert losses == pytest.approx(expected, rel=1e-4)
-        assert digest == found[0][1]
+    by_rank = world.run(train_by_each, num_ranks=3, timeout_s=100)
+    for algorithm, *found in zip(ALGORITHMS, *by_rank, strict=True):
+        for losses, digest in found:
+            assert losses == pytest.approx(expected, rel=1e-4), algorithm
+            assert digest == found[0][1], algorithm
 
 
 def test_deterministic_training_has_the_same_bits_on_every_backend_and_every_time(world: World) -> None:
