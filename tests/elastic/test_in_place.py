@@ -423,6 +423,7 @@ def test_ranks_with_other_data_are_refused_before_the_first_step(tmp_path: Path)
     assert not outcome.losses()
 
 
+@pytest.mark.matrix
 def test_ranks_that_evaluate_other_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "evaluate").touch()
     (tmp_path / "other-1.json").write_text('{"evaluated": 200}')

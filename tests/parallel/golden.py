@@ -22,6 +22,8 @@ from torsh_distributed.train.demos.moe import with_experts
 
 FOLDER = Path(__file__).parents[1] / "golden"
 STEPS = 20
+FEW_STEPS = 6
+"""How many of them the short forms of long tests train; an update or a gradient that is wrong shows in the third."""
 BATCH = 8
 CLIP = 0.5
 Batch = tuple[Tensor, Tensor]

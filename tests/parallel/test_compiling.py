@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tests.bed.heavy_imports import INDUCTOR
 from tests.bed.world import World
-from tests.parallel.golden import golden
+from tests.parallel.golden import FEW_STEPS, STEPS, golden
 from tests.parallel.sharded.test_module import Curve, train_all
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
@@ -163,10 +163,7 @@ def test_uncompiled_functions_run_as_written() -> None:
     assert calls == [False]
 
 
-SHORT: list[Case] = [
-    ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "selective"}}),
-    ("gpt", {**COMPILE, "mesh": {"dp": 1, "tp": 2}}),
-]
+SHORT: list[Case] = [("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "selective"}})]
 LONG: list[tuple[int, list[Case]]] = [
     (1, [("gpt", {**ONE, **COMPILE}), ("gpt", {**ONE, "compile": {"enabled": True, "scope": "model"}})]),
     (
@@ -190,7 +187,7 @@ LONG: list[tuple[int, list[Case]]] = [
 
 def train_traced(cases: list[Case]) -> list[Curve]:
     with eager_backend():
-        return train_all(cases)
+        return train_all(cases, FEW_STEPS)
 
 
 def assert_golden(
@@ -203,11 +200,12 @@ def assert_golden(
     options = {"num_ranks": num_ranks, "backend": "torsh", "timeout_s": timeout_s, "imports": INDUCTOR}
     for curves in world.run(function, cases, **options):
         for (name, sections), curve in zip(cases, curves, strict=True):
-            for mine, expected in zip(curve, golden(name), strict=True):
+            assert len(curve) in (FEW_STEPS, STEPS)
+            for mine, expected in zip(curve, golden(name)[: len(curve)], strict=True):
                 assert mine == pytest.approx(expected, rel=2e-4), sections
 
 
-def test_compiled_layers_train_as_one_process_does_in_shards_and_pieces(world: World) -> None:
+def test_compiled_layers_train_as_one_process_does_in_shards(world: World) -> None:
     assert_golden(world, 2, SHORT, train_traced)
 
 

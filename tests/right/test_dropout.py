@@ -183,7 +183,12 @@ def resumed(plan: str, folder: Path) -> tuple[list[float], list[float]]:
     return expected, losses + [rest.step(batch(step)) for step in (2, 3)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+IN_SHORT = ("shard", "sequences on tp", "pp", "recomputed")
+
+
+@pytest.mark.parametrize(
+    "plan", [plan if plan in IN_SHORT else pytest.param(plan, marks=pytest.mark.matrix) for plan in PLANS]
+)
 def test_a_resume_drops_what_the_whole_run_does(world: World, plan: str, tmp_path: Path) -> None:
     for expected, losses in world.run(resumed, plan, tmp_path, num_ranks=PLANS[plan][0], backend="torsh", timeout_s=60):
         assert losses == expected

@@ -59,6 +59,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
 
 
+@pytest.mark.matrix
 def test_the_planner_chooses_the_demos_plan_and_its_joules_are_told(tmp_path: Path) -> None:
     done = torsh("demo", "gpt", "--plan", "auto", "--steps", "3", "--green", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -125,12 +126,12 @@ def reduce_all_sizes() -> None:
             check(algorithm, numel, torch.int64, "sum")
 
 
-@pytest.mark.parametrize(("backend", "num_ranks"), worlds(4, short=[("gloo", 3), ("shm", 1), ("shm", 2), ("shm", 4)]))
+@pytest.mark.parametrize(("backend", "num_ranks"), worlds(4, short=[("gloo", 3), ("shm", 2)]))
 def test_every_algorithm_dtype_and_reduction_gives_what_it_must(world: World, backend: str, num_ranks: int) -> None:
     world.run(reduce_everything, num_ranks=num_ranks, backend=backend, timeout_s=100)
 
 
-@pytest.mark.parametrize(("backend", "num_ranks"), worlds(8, short=[("gloo", 1), ("gloo", 5), ("shm", 4), ("shm", 7)]))
+@pytest.mark.parametrize(("backend", "num_ranks"), worlds(8, short=[("gloo", 1), ("gloo", 5), ("shm", 4)]))
 def test_sizes_need_not_divide_and_ranks_need_not_be_a_power_of_two(world: World, backend: str, num_ranks: int) -> None:
     world.run(reduce_all_sizes, num_ranks=num_ranks, backend=backend, timeout_s=100)
 
@@ -231,47 +232,52 @@ def on_nodes(nodes: list[str]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "aaab", "abab", "abc", "aaa"])
+@pytest.mark.parametrize(
+    "nodes", ["aaab", "abab", *(pytest.param(nodes, marks=pytest.mark.matrix) for nodes in ("aabb", "abc", "aaa"))]
+)
 def test_nodes_may_be_uneven_and_interleaved(world: World, nodes: str) -> None:
     expected = [value + (len(nodes) - 1) / 2 for value in range(7)]
     for found in world.run(on_nodes, list(nodes), num_ranks=len(nodes), backend=None):
         assert found == pytest.approx(expected)
 
 
-def refused(case: str) -> str:
-    cases = {
-        "unknown": lambda: all_reduce(torch.zeros(1), algorithm="bogus"),
-        "fused": lambda: all_reduce(torch.zeros(1), algorithm="fused"),
-        "nodes": lambda: all_reduce(torch.zeros(1), algorithm=Hierarchical(ranks_per_node=2)),
-        "chunks": lambda: all_reduce(torch.zeros(1), algorithm=Pipelined(num_chunks=0)),
-        "order": lambda: all_reduce(torch.zeros(1), algorithm="ring", deterministic=True),
-        "sparse": lambda: all_reduce(torch.eye(2).to_sparse(), algorithm="ring"),
-        "device": lambda: all_reduce(torch.zeros(1, device="meta"), deterministic=True),
-        "bits": lambda: all_reduce(torch.zeros(1), "bxor", algorithm="ring"),
-    }
-    try:
-        cases[case]()
-    except InvalidArgument as error:
-        return str(error)
-    return "accepted"
+def refused() -> list[str]:
+    """What each mistake gets, on this rank."""
+    mistakes: list[Callable[[], object]] = [
+        lambda: all_reduce(torch.zeros(1), algorithm="bogus"),
+        lambda: all_reduce(torch.zeros(1), algorithm="fused"),
+        lambda: all_reduce(torch.zeros(1), algorithm=Hierarchical(ranks_per_node=2)),
+        lambda: all_reduce(torch.zeros(1), algorithm=Pipelined(num_chunks=0)),
+        lambda: all_reduce(torch.zeros(1), algorithm="ring", deterministic=True),
+        lambda: all_reduce(torch.eye(2).to_sparse(), algorithm="ring"),
+        lambda: all_reduce(torch.zeros(1, device="meta"), deterministic=True),
+        lambda: all_reduce(torch.zeros(1), "bxor", algorithm="ring"),
+    ]
+    said = []
+    for mistake in mistakes:
+        with pytest.raises(InvalidArgument) as caught:
+            mistake()
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("unknown", "use one of: auto, ring, tree"),
-        ("fused", "call fused_all_reduce(tensors)"),
-        ("nodes", "2 ranks per node do not divide the group of 3"),
-        ("chunks", "num_chunks must be at least 1"),
-        ("order", "use one of: auto, reduce_scatter_all_gather, pipelined"),
-        ("sparse", "for dense CPU tensors"),
-        ("device", "for dense CPU tensors"),
-        ("bits", "bxor is not defined for torch.float32"),
-    ],
-)
-def test_mistakes_are_refused_on_every_rank(world: World, case: str, message: str) -> None:
-    for answer in world.run(refused, case, num_ranks=3):
-        assert message in answer
+def test_mistakes_are_refused_on_every_rank(world: World) -> None:
+    for said in world.run(refused, num_ranks=3):
+        for message, words in zip(
+            said,
+            [
+                "use one of: auto, ring, tree",
+                "call fused_all_reduce(tensors)",
+                "2 ranks per node do not divide the group of 3",
+                "num_chunks must be at least 1",
+                "use one of: auto, reduce_scatter_all_gather, pipelined",
+                "for dense CPU tensors",
+                "for dense CPU tensors",
+                "bxor is not defined for torch.float32",
+            ],
+            strict=True,
+        ):
+            assert words in message
 
 
 def one_rank_comes_late(how: str) -> None:

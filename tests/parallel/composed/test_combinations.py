@@ -63,7 +63,8 @@ def check(world: World, cases: list[tuple[str, Plan]], num_ranks: int, num_steps
             assert values == pytest.approx(expected[kind], abs=1e-4, rel=1e-4), (kind, plan.mesh.equation)
 
 
-def test_each_axis_alone(world: World) -> None:
+@pytest.mark.parametrize("num_steps", [2, pytest.param(STEPS, marks=pytest.mark.matrix)])
+def test_each_axis_alone(world: World, num_steps: int) -> None:
     check(
         world,
         [
@@ -74,6 +75,7 @@ def test_each_axis_alone(world: World) -> None:
             ("llama", plan_of(MeshConfig(cp=2))),
         ],
         2,
+        num_steps,
     )
 
 

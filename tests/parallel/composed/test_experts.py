@@ -17,6 +17,7 @@ from tests.parallel.golden import (
     BATCH,
     CLIP,
     EXPERTS,
+    FEW_STEPS,
     MICROBATCHES,
     MODELS,
     STEPS,
@@ -96,14 +97,15 @@ TWICE = {"gradient_accumulation": 2}
 """Cuts a batch as the microbatches of a pipeline do."""
 
 
-def test_each_axis_with_all_experts_on_every_rank(world: World) -> None:
+@pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.matrix)])
+def test_each_axis_with_all_experts_on_every_rank(world: World, num_steps: int) -> None:
     check(
         world,
         2,
         [
-            (WHOLE, STEPS, plan_of(MeshConfig(tp=2))),
-            (WHOLE, STEPS, plan_of(MeshConfig(cp=2))),
-            (PIECES, STEPS, plan_of(MeshConfig(pp=2))),
+            (WHOLE, num_steps, plan_of(MeshConfig(tp=2))),
+            (WHOLE, num_steps, plan_of(MeshConfig(cp=2))),
+            (PIECES, num_steps, plan_of(MeshConfig(pp=2))),
             (WHOLE, FEW, plan_of(MeshConfig(tp=2), tensor=SPLIT)),
             (PIECES, FEW, plan_of(MeshConfig(pp=2), INTERLEAVED)),
         ],

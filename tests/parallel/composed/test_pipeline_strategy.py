@@ -248,18 +248,18 @@ def test_gradients_between_replicas_travel_encoded(world: World, plans: list[Pla
             assert kept, plan.mesh.equation
 
 
-def test_gradients_are_summed_as_the_plan_says(world: World) -> None:
-    mesh = MeshConfig(dp=2, pp=2)
-    check(
-        world,
-        [
-            ("gpt", plan_of(mesh, pipeline=TWO, distributed=DistributedConfig(algorithm="ring"))),
-            ("tied", plan_of(mesh, pipeline=TWO, distributed=DistributedConfig(deterministic=True))),
-            ("gpt", plan_of(mesh, pipeline=TWO, distributed=DistributedConfig(rate_limit_gbps=5.0))),
-        ],
-        4,
-        num_steps=2,
-    )
+@pytest.mark.parametrize(
+    ("kind", "distributed"),
+    [
+        ("tied", DistributedConfig(deterministic=True)),
+        pytest.param("gpt", DistributedConfig(algorithm="ring"), marks=pytest.mark.matrix),
+        pytest.param("gpt", DistributedConfig(rate_limit_gbps=5.0), marks=pytest.mark.matrix),
+    ],
+    ids=["deterministic", "ring", "limited"],
+)
+def test_gradients_are_summed_as_the_plan_says(world: World, kind: str, distributed: DistributedConfig) -> None:
+    plan = plan_of(MeshConfig(dp=2, pp=2), pipeline=TWO, distributed=distributed)
+    check(world, [(kind, plan)], 4, num_steps=2)
 
 
 # --- the cut ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def train_each_way() -> list[list[Tensor]]:
     return [train(bucket, options, **how) for bucket, options, how in WAYS]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2, 4))])
 def test_every_way_trains_as_one_process_does(world: World, num_ranks: int) -> None:
     expected = {micro: steps_of_one_process(num_ranks, num_micro=micro) for micro in (1, 3)}
     for ways in world.run(train_each_way, num_ranks=num_ranks, timeout_s=90):

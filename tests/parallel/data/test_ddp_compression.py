@@ -32,11 +32,12 @@ def learn(methods: list[str], feedback: str) -> list[tuple[float, float, float]]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         [(x, y)] = share()
         losses = []
-        for _ in range(30):
+        for step in range(30):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             backward(loss)
-            assert model.check_gradient_consistency() == [], method
+            if step < 5 or step % 10 == 9:  # as it begins, with the end of the warm-up, and later
+                assert model.check_gradient_consistency() == [], method
             optimizer.step()
             losses.append(loss.item())
         stats = model.sync_stats()

@@ -73,20 +73,14 @@ SHARDED = {"mesh": {"dp": 1, "shard": 2}, "fsdp": {"wrap_classes": ["Block"]}}
 @pytest.mark.parametrize(
     ("offload", "sections", "model"),
     [
-        (PAGED, {}, "gpt"),
-        (PAGED, ACCUMULATED, "tied"),
-        ({**PAGED, "params": False, "gpu_memory_budget_gb": 200 * KB}, ACCUMULATED, "gpt"),
-        (STATE_ONLY, ACCUMULATED, "gpt"),
-        (STATE_ONLY, SHARDED, "gpt"),
-        (STATE_ONLY, {"precision": {"dtype": "fp16"}}, "gpt"),
-    ],
-    ids=[
-        "paged",
-        "paged, accumulated, unused",
-        "gradients and state",
-        "state under DDP",
-        "state under FSDP2",
-        "state, fp16",
+        pytest.param(PAGED, ACCUMULATED, "tied", id="paged, accumulated, unused"),
+        pytest.param(
+            {**PAGED, "params": False, "gpu_memory_budget_gb": 200 * KB}, ACCUMULATED, "gpt", id="gradients too"
+        ),
+        pytest.param(STATE_ONLY, SHARDED, "gpt", id="state under FSDP2"),
+        pytest.param(PAGED, {}, "gpt", id="paged", marks=pytest.mark.matrix),
+        pytest.param(STATE_ONLY, ACCUMULATED, "gpt", id="state under DDP", marks=pytest.mark.matrix),
+        pytest.param(STATE_ONLY, {"precision": {"dtype": "fp16"}}, "gpt", id="state, fp16", marks=pytest.mark.matrix),
     ],
 )
 def test_two_ranks_reach_the_losses_of_one_process(

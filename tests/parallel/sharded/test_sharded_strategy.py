@@ -127,7 +127,7 @@ def test_training_goes_on_at_another_world_size_and_stage(world: World) -> None:
     assert losses == pytest.approx([loss for loss, _ in golden("odd")], abs=1e-4)
 
 
-LOW_STEPS = 10  # a CPU may have to imitate the format
+LOW_STEPS = 5  # a CPU may have to imitate the format
 
 
 def in_low_precision(dtype: str) -> tuple[list[float], set[torch.dtype]]:

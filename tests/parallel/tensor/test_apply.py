@@ -55,8 +55,12 @@ def check(world: World, cases: list[tuple[str, str]], num_ranks: int, backend: s
             assert losses == pytest.approx(expected[kind], abs=1e-4), (kind, config)
 
 
-def test_losses_at_tp_2_are_those_of_one_process(world: World) -> None:
-    cases = [(kind, config) for kind in ("gpt", "tied", "llama") for config in CONFIGS]
+SHORT = [("gpt", "plain"), ("llama", "sequence"), ("gpt", "loss"), ("tied", "both")]
+EVERY = [(kind, config) for kind in ("gpt", "tied", "llama") for config in CONFIGS]
+
+
+@pytest.mark.parametrize("cases", [SHORT, pytest.param(EVERY, marks=pytest.mark.matrix)], ids=["some", "every"])
+def test_losses_at_tp_2_are_those_of_one_process(world: World, cases: list[tuple[str, str]]) -> None:
     check(world, cases, 2, "torsh")
 
 

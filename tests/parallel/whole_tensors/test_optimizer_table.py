@@ -39,8 +39,12 @@ def check(world: World, axis: str, names: list[str], num_ranks: int = 2) -> None
                 assert message in losses
 
 
+def test_of_each_kind_one_is_split_with_its_layers(world: World) -> None:
+    check(world, "tp", ["Adafactor", "Muon", "SparseAdam", "NormalizedSgd by hand"])
+
+
 @pytest.mark.parametrize(
-    "axis", [axis if axis in ("shard", "tp") else pytest.param(axis, marks=pytest.mark.matrix) for axis in SINGLE]
+    "axis", [axis if axis == "shard" else pytest.param(axis, marks=pytest.mark.matrix) for axis in SINGLE]
 )
 def test_the_ones_that_look_at_more_than_elements(world: World, axis: str) -> None:
     check(world, axis, SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -46,41 +47,63 @@ def measured(engine: Engine) -> EfficiencyReport:
     return report
 
 
-def count_everywhere() -> dict[str, Any]:
-    """Runs on four ranks: the reports of several layouts, as plain numbers."""
-    found = {}
-    for name, mesh, sections in [
-        ("dp", MeshConfig(dp=4), {}),
-        ("shard", MeshConfig(dp=2, shard=2), {}),
-        ("tp", MeshConfig(dp=2, tp=2), {}),
-        ("pp", MeshConfig(dp=2, pp=2), {"pipeline": PipelineConfig(num_microbatches=2)}),
-    ]:
-        found[name] = measured(engine_of(mesh, **sections)).to_dict()
-    model = build("gpt", num_layers=2)
-    found["gradient_bytes"] = sum(param.numel() * 4 for param in model.parameters())
-    return found
+LAYOUTS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
+    "dp": (MeshConfig(dp=4), {}),
+    "shard": (MeshConfig(dp=2, shard=2), {}),
+    "tp": (MeshConfig(dp=2, tp=2), {}),
+    "pp": (MeshConfig(dp=2, pp=2), {"pipeline": PipelineConfig(num_microbatches=2)}),
+}
 
 
-def test_operations_and_bytes_are_those_of_each_layout(world: World) -> None:
-    first = world.run(count_everywhere, num_ranks=4, backend="torsh", timeout_s=60)[0]
-    whole = first["gradient_bytes"]
-    dp = first["dp"]["mean"]["axes"]
+def count(layout: str) -> tuple[dict[str, Any], int]:
+    """Runs on four ranks: the report of a layout as plain numbers, and the bytes of all gradients."""
+    mesh, sections = LAYOUTS[layout]
+    report = measured(engine_of(mesh, **sections)).to_dict()
+    return report, sum(param.numel() * 4 for param in build("gpt", num_layers=2).parameters())
+
+
+def check_replicas(report: dict[str, Any], whole: int) -> None:
+    dp = report["mean"]["axes"]
     assert set(dp) == {"dp"}
     assert dp["dp"]["num_bytes"] == whole + 4 + 8, "every gradient once, the loss, and what it counts"
-    shard = first["shard"]["mean"]["axes"]
+
+
+def check_shards(report: dict[str, Any], whole: int) -> None:
+    shard = report["mean"]["axes"]
     assert set(shard) == {"dp", "shard", "dp×shard"}
     # Shards lie in memory that the ranks share, but for uneven ones, which are gathered for forward and for backward.
     # Gradients are scattered, their shards averaged over replicas.
     assert whole < shard["shard"]["num_bytes"] < 1.2 * whole
     assert shard["dp"]["num_bytes"] == pytest.approx(whole / 2, rel=0.1)
-    tp = first["tp"]["mean"]["axes"]
+
+
+def check_split_layers(report: dict[str, Any], whole: int) -> None:
+    tp = report["mean"]["axes"]
     assert tp["tp"]["num_operations"] >= 4 * 2, "two layers, two sums each, forward and backward"
     assert tp["dp"]["num_bytes"] < whole
-    pp = first["pp"]["ranks"]
-    for rank in pp:
+    assert all(rank["bubble_s"] == 0 for rank in report["ranks"])
+
+
+def check_stages(report: dict[str, Any], whole: int) -> None:
+    for rank in report["ranks"]:
         assert rank["axes"]["pp"]["num_operations"] == 2 * 2 + 1, "activations, their gradients, and the loss"
         assert rank["bubble_s"] > 0
-    assert all(rank["bubble_s"] == 0 for rank in first["tp"]["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "check"),
+    [
+        pytest.param("dp", check_replicas, marks=pytest.mark.matrix),
+        ("shard", check_shards),
+        pytest.param("tp", check_split_layers, marks=pytest.mark.matrix),
+        ("pp", check_stages),
+    ],
+)
+def test_operations_and_bytes_are_those_of_each_layout(
+    world: World, layout: str, check: Callable[[dict[str, Any], int], None]
+) -> None:
+    report, whole = world.run(count, layout, num_ranks=4, backend="torsh", timeout_s=60)[0]
+    check(report, whole)
 
 
 class Slow(nn.Module):

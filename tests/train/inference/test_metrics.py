@@ -94,7 +94,7 @@ def evaluated() -> list[tuple[int, dict[str, Any]]]:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     for plan in PLANS:
         engine = parallelize(gpt(), sgd, Plan(**plan), loss_fn=next_character_loss)
-        for num_samples in (7, 5):
+        for num_samples in (7, 5) if plan is PLANS[0] else (5,):
             found = engine.evaluate(loader(num_samples), metrics=metrics())
             assert found["loss"] == pytest.approx(engine.evaluate(loader(num_samples)))
             out.append((num_samples, found))

@@ -23,8 +23,17 @@ def on_both(address: str, folder: Path, case: Callable[[], Any]) -> Any:
     return expected, on_mpi(address, folder, 30.0, case)
 
 
-@pytest.mark.parametrize("case", torch_parallelism.CASES)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
+IN_SHORT = (torch_parallelism.data_parallel, torch_parallelism.sharded, torch_parallelism.sub_groups)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "case"),
+    [
+        pytest.param(num_ranks, case, marks=() if num_ranks == 2 and case in IN_SHORT else pytest.mark.matrix)
+        for num_ranks in (2, 3)
+        for case in torch_parallelism.CASES
+    ],
+)
 def test_mpi_gives_what_gloo_gives(world: World, mpi_world: MpiWorld, num_ranks: int, case: Callable[[], Any]) -> None:
     with mpi_world.job(num_ranks) as (address, folder):
         for expected, actual in world.run(on_both, address, folder, case, num_ranks=num_ranks, timeout_s=60):
