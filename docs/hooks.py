@@ -50,7 +50,7 @@ GUIDES = {
     ],
     "On devices": ["federated"],
     "Coming over": ["trainers", "from-torch", "from-deepspeed", "from-fairscale", "from-horovod"],
-    "Underneath": ["collectives", "remote-calls", "backends", "mpi", "stores"],
+    "Underneath": ["collectives", "remote-calls", "parameter-server", "backends", "mpi", "stores"],
 }
 
 

@@ -25,7 +25,7 @@ def test_a_foreign_name_is_still_named_somewhere() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("torsh ps", "torsh has no command ps"),
+        ("torsh serve", "torsh has no command serve"),
         ("torsh plan burn p.toml", "torsh plan has no command burn"),
         ("torsh run --tables train.py", "torsh run has no option --tables"),
         ("--no-such-option", "no command has the option --no-such-option"),

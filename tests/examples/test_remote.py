@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,25 @@ def test_observers_and_agent_run_by_torchs_names() -> None:
     assert [line.split(":")[0] for line in lines] == ["in batches False", "in batches True"]
     first, last = (float(word) for word in (lines[0].split()[4], lines[1].split()[-1]))
     assert last > first, "the policy learns from what was sent"
+
+
+def test_the_parameter_server_survives_kill_9_with_the_losses_of_training_without_it() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "parameter_server.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 11: the server was killed" in done.stdout
+    assert "as without a server: True" in done.stdout
+
+
+def test_rows_are_trained_and_publications_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("embedding_rows.py", "follower.py"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    rows, *publications = capsys.readouterr().out.splitlines()
+    first, last = rows.split("loss ")[1].split(" -> ")
+    assert float(last) < float(first) - 0.1
+    assert [line.split(":")[0] for line in publications[-1:]] == ["publication 3, version 60"]

@@ -81,7 +81,8 @@ COMMANDS = {
         "torsh_distributed.cli.federated.commands",
         "Train on clients whose data stay where they are.",
     ),
-    "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
+    "ps": ("torsh_distributed.cli.servers.ps_command", "Serve parameters to workers that train them."),
+    "store": ("torsh_distributed.cli.servers.store", "Serve a key-value store for ranks to meet in."),
 }
 
 app = typer.Typer(

@@ -1,4 +1,5 @@
 from torsh_distributed.rpc import functions as functions
+from torsh_distributed.rpc import parameters as parameters
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture as RemoteFuture
 from torsh_distributed.rpc.current_worker import call as call
 from torsh_distributed.rpc.current_worker import call_all as call_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -184,10 +184,14 @@ def _seconds(timeout: float) -> float | None:
 class ObjectTable:
     """The objects of this worker that others, or it itself, hold references to. Any thread."""
 
-    def __init__(self, name: str, lease_s: float) -> None:
+    def __init__(self, name: str, lease_s: float, offered: Mapping[str, Any] | None = None) -> None:
+        """What is offered needs no holder: it stays."""
         self._name = name
         self._lock = threading.Lock()
         self._objects: dict[str, Future[Any]] = {}
+        for key, value in (offered or {}).items():
+            self._objects[key] = Future()
+            self._objects[key].set_result(value)
         self._leases = LeaseTable(lease_s)
         self._num_made = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -57,12 +57,14 @@ class RpcWorker:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lease_s: float = 30.0,
         most_payload_bytes: int = 1 << 32,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
+        """See `rpc.start`. `objects` are offered by their keys, to `call(name, (key, method))`, while it lives."""
         if not name or name.startswith("@"):
             raise InvalidArgument("a worker's name is a text that does not begin with @", name=name)
         self.name = name
         self.timeout_s = timeout_s
-        self.objects = ObjectTable(name, lease_s)
+        self.objects = ObjectTable(name, lease_s, offered=objects or {})
         self.is_closed = False
         self.num_expected: int | None = None
         """How many workers the job was started with, if that is known."""

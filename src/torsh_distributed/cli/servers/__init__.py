@@ -1,0 +1,1 @@
+"""Processes that serve others: `torsh store`, `torsh ps`."""
