@@ -48,7 +48,7 @@ GUIDES = {
         *("on-a-cluster", "on-ssh", "on-slurm", "on-mpi", "on-kubernetes", "on-ray", "on-dask", "on-clouds"),
         "what-was-tried",
     ],
-    "On devices": ["federated"],
+    "On devices": ["federated", "privacy-figures"],
     "Coming over": ["trainers", "from-torch", "from-deepspeed", "from-fairscale", "from-horovod"],
     "Underneath": ["collectives", "remote-calls", "parameter-server", "backends", "mpi", "stores"],
 }

@@ -127,6 +127,12 @@ def torchvision() -> str | None:
 
 
 @functools.cache
+def dp_accounting() -> str | None:
+    """The accountant of the [federated] extra, which wants an older attrs than other packages of the tests."""
+    return None if library("dp_accounting") is None else "no dp-accounting; pip install --no-deps dp-accounting"
+
+
+@functools.cache
 def core() -> str | None:
     """The compiled core of the shm backend; installing finds no C compiler on some machines, and goes on."""
     if load(SHM_CORE) is not None:
@@ -174,11 +180,12 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_library": library,
     "needs_command": command,
     "needs_core": core,
+    "needs_dp_accounting": dp_accounting,
     "needs_torchvision": torchvision,
     "needs_fairscale": fairscale,
     "needs_deepspeed": deepspeed,
 }
-_HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
+_HARDWARE = frozenset({"needs_cuda", "needs_torchvision", "needs_dp_accounting"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 _SLOW_TO_IMPORT = frozenset({"transformers", "lightning", "torchao"})
 

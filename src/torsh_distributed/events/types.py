@@ -409,6 +409,8 @@ class FederatedRoundEvent(Event):
     bytes_up: int
     bytes_down: int
     duration_s: float
+    epsilon: float | None = None
+    """Of differential privacy, after this round."""
 
 
 _EVENT_TYPES: tuple[type[Event], ...] = (

@@ -15,6 +15,17 @@ from torsh_distributed.federated.partitioning import dirichlet_parts as dirichle
 from torsh_distributed.federated.partitioning import iid_parts as iid_parts
 from torsh_distributed.federated.partitioning import label_parts as label_parts
 from torsh_distributed.federated.partitioning import writer_parts as writer_parts
+from torsh_distributed.federated.privacy.client_privacy import AdaptiveClipping as AdaptiveClipping
+from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy as CentralPrivacy
+from torsh_distributed.federated.privacy.client_privacy import LocalPrivacy as LocalPrivacy
+from torsh_distributed.federated.robust.base import RobustRule as RobustRule
+from torsh_distributed.federated.robust.by_coordinate import Median as Median
+from torsh_distributed.federated.robust.by_coordinate import TrimmedMean as TrimmedMean
+from torsh_distributed.federated.robust.by_distance import Bulyan as Bulyan
+from torsh_distributed.federated.robust.by_distance import GeometricMedian as GeometricMedian
+from torsh_distributed.federated.robust.by_distance import Krum as Krum
+from torsh_distributed.federated.robust.by_distance import MultiKrum as MultiKrum
+from torsh_distributed.federated.robust.by_distance import NormClipping as NormClipping
 from torsh_distributed.federated.rounds.round_loop import FederatedResult as FederatedResult
 from torsh_distributed.federated.rounds.round_loop import RoundRecord as RoundRecord
 from torsh_distributed.federated.simulation.simulate import simulate as simulate

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.federated.client_selection import ClientSelection, RandomSelection
+from torsh_distributed.federated.client_selection import ClientSelection, PoissonSelection, RandomSelection
 from torsh_distributed.federated.federated_task import FederatedTask
+from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy, LocalPrivacy
+from torsh_distributed.federated.robust.base import RobustRule
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 
@@ -42,6 +44,12 @@ class FederatedConfig:
     selection: ClientSelection = field(default_factory=RandomSelection)
     """Who is asked."""
 
+    rule: RobustRule | None = None
+    """What takes the place of the mean against hostile clients."""
+
+    privacy: CentralPrivacy | LocalPrivacy | None = None
+    """Differential privacy of whole clients."""
+
     seed: int = 0
     """Of the model's first values, of the choice of clients, and of their training."""
 
@@ -58,8 +66,31 @@ class FederatedConfig:
                 min_clients=self.min_clients,
                 clients_per_round=self.clients_per_round,
             )
+        if self.rule is not None:
+            self.rule.require(self.min_clients)
+        self._require_any_mean()
+        if isinstance(self.privacy, CentralPrivacy) != isinstance(self.selection, PoissonSelection):
+            raise ConfigurationError(
+                "central privacy and PoissonSelection belong together: its account describes that sampling",
+                hint="selection=PoissonSelection(probability), with privacy=CentralPrivacy(...)",
+                selection=self.selection.name,
+            )
         if self.max_update_norm is not None and not self.max_update_norm > 0:
             raise ConfigurationError("max_update_norm must be above 0", max_update_norm=self.max_update_norm)
+
+    def _require_any_mean(self) -> None:
+        """Refuse what asks for two different sums of the same updates."""
+        if isinstance(self.privacy, CentralPrivacy) and self.rule is not None:
+            raise ConfigurationError(
+                "a robust rule and central privacy exclude each other: the noise is that of a sum",
+                hint="clipping bounds what one client can do; or use LocalPrivacy with the rule",
+            )
+        if (self.rule is not None or self.privacy is not None) and not self.strategy.takes_any_mean:
+            raise ConfigurationError(
+                f"{self.strategy.name} averages more than updates, which robust rules and privacy do not cover",
+                hint="choose fedavg, fedprox or one of the adaptive strategies",
+                strategy=self.strategy.name,
+            )
 
 
 def config_of(task: FederatedTask) -> FederatedConfig:

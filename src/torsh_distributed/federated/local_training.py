@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.privacy.client_privacy import clipped
+from torsh_distributed.federated.privacy.secure_noise import noised
 from torsh_distributed.federated.random_seeds import seed_everything
 
 CONTROL = "control"
@@ -41,6 +43,9 @@ class LocalWork:
     """c of SCAFFOLD; None: another strategy."""
     wants_step_norm: bool = False
     """Whether the strategy compares clients by `ClientUpdate.step_norm`."""
+    local_clip: float | None = None
+    """Local privacy: the update is clipped to this norm and gets noise before it leaves the client."""
+    local_noise_std: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,11 +85,13 @@ def train_client(
     began_s = time.perf_counter()
     with _corrected_steps(replica, start, work, own_control) as steps:
         figures = task.train(replica.model, data, work.epochs) or {}
-    end = replica.read()
+    delta = replica.read() - start
+    if work.local_clip is not None:
+        delta = noised(clipped(delta, work.local_clip)[0], work.local_noise_std).to(delta.dtype)
     update = ClientUpdate(
         client=work.client,
         round=work.round,
-        delta=end - start,
+        delta=delta,
         num_samples=num_samples,
         num_steps=steps.num_steps,
         step_norm=steps.norm,

@@ -66,6 +66,10 @@ class UpdateSum:
             extras=means,
         )
 
+    def total(self, like: Tensor) -> Tensor:
+        """The sum itself, in float64; zeros if nothing was added."""
+        return self._vectors.get("", torch.zeros_like(like, dtype=torch.float64))
+
     def state(self) -> list[Any]:
         """Plain values, to send it."""
         return [self._vectors, self._weight, self._step_norm, self.num_updates]

@@ -21,6 +21,8 @@ PerRound = Annotated[int | None, typer.Option(min=1, help="How many clients are 
 Epochs = Annotated[int | None, typer.Option(min=1, help="Epochs of local training in a round.")]
 StrategyName = Annotated[str | None, typer.Option("--strategy", help="fedavg, fedprox, scaffold and so on.")]
 SelectionName = Annotated[str | None, typer.Option("--selection", help="How clients are chosen, such as round_robin.")]
+Rule = Annotated[str | None, typer.Option(help="A robust rule in place of the mean: median, multi_krum and so on.")]
+Hostile = Annotated[int, typer.Option(min=0, help="How many clients of a round may be hostile, for --rule.")]
 Seed = Annotated[int | None, typer.Option(help="Of the model's first values, choices and training.")]
 Output = Annotated[
     Path | None, typer.Option(help="Keep the state after each round here, and the model; a later run goes on.")
@@ -38,6 +40,8 @@ def simulate_command(
     clients: Annotated[int, typer.Option(min=1, help="How many virtual clients.")] = 10,
     workers: Annotated[int, typer.Option(min=1, help="How many processes train them.")] = 1,
     rounds: Rounds = None,
+    rule: Rule = None,
+    hostile: Hostile = 0,
     per_round: PerRound = None,
     epochs: Epochs = None,
     strategy: StrategyName = None,
@@ -51,6 +55,7 @@ def simulate_command(
 ) -> None:
     """Train with virtual clients on this machine."""
     from torsh_distributed.federated.federated_task import load_task
+    from torsh_distributed.federated.robust.registry import rule_named
     from torsh_distributed.federated.simulation.simulate import simulate
     from torsh_distributed.federated.simulation.virtual_clients import Availability
 
@@ -62,6 +67,8 @@ def simulate_command(
         local_epochs=epochs,
         strategy=strategy,
         selection=selection,
+        rule=None if rule is None else rule_named(rule, hostile),
+        min_clients=None if rule is None else rule_named(rule, hostile).fewest,
         seed=seed,
     )
     result = simulate(
@@ -90,6 +97,8 @@ def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
 
 def _print_round(record: RoundRecord) -> None:
     figures = "  ".join(f"{name} {value:.4f}" for name, value in record.figures.items())
+    if record.epsilon is not None:
+        figures += f"  ε {record.epsilon:.3f}"
     lost = "".join(f"; {count} × {reason}" for reason, count in record.failures.items())
     typer.echo(f"round {record.round}: {record.num_updates} of {record.num_chosen} clients  {figures}{lost}")
 
@@ -97,6 +106,8 @@ def _print_round(record: RoundRecord) -> None:
 def _finish(result: FederatedResult, output: Path | None) -> None:
     seconds = sum(record.duration_s for record in result.rounds)
     typer.echo(f"{len(result.rounds)} rounds in {seconds:.1f} s")
+    if result.stopped is not None:
+        typer.echo(f"ended early: {result.stopped}")
     if output is not None:
         import torch
 

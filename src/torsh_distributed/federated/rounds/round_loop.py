@@ -9,16 +9,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torsh_distributed.errors import CheckpointError, CommunicationError, InvalidArgument
 from torsh_distributed.events import FederatedRoundEvent, emit
+from torsh_distributed.federated.client_selection import ClientFacts, PoissonSelection
 from torsh_distributed.federated.federated_config import FederatedConfig
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.privacy.client_privacy import CentralNoise, CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.random_seeds import derived_seed, seed_everything
 from torsh_distributed.federated.rounds.round_file import RoundFile
 from torsh_distributed.federated.rounds.round_order import Cohort, RoundOrder, RoundReplies
+from torsh_distributed.federated.update_sum import MeanUpdate
 
 _MOST_REASONS = 5
 
@@ -38,6 +42,8 @@ class RoundRecord:
     bytes_up: int = 0
     bytes_down: int = 0
     duration_s: float = 0.0
+    epsilon: float | None = None
+    """What the rounds so far have cost, with differential privacy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +52,8 @@ class FederatedResult:
 
     model: nn.Module
     rounds: list[RoundRecord]
+    stopped: str | None = None
+    """Why there are fewer rounds than asked for."""
 
 
 class RoundLoop:
@@ -58,6 +66,7 @@ class RoundLoop:
         self._config = config
         self._cohort = cohort
         self._strategy = copy.deepcopy(config.strategy)  # a config may serve several runs; state is this run's
+        self._noise = CentralNoise(config.privacy) if isinstance(config.privacy, CentralPrivacy) else None
         seed_everything(derived_seed(config.seed, "model"))
         self._global = ModelVector(task.model())
         self._vector: Tensor = self._global.read()
@@ -74,30 +83,35 @@ class RoundLoop:
 
     def run(self, on_round: Callable[[RoundRecord], None] | None = None) -> FederatedResult:
         """All rounds that are left. Raises CommunicationError if a round cannot get enough updates."""
+        stopped = None
         while self.next_round < self._config.rounds:
+            stopped = self._why_stop()
+            if stopped is not None:
+                break
             record = self.run_round()
             if on_round is not None:
                 on_round(record)
         self._global.write(self._vector)
-        return FederatedResult(model=self._global.model, rounds=list(self._records))
+        return FederatedResult(model=self._global.model, rounds=list(self._records), stopped=stopped)
 
     def run_round(self) -> RoundRecord:
         """The next round; on return its state is on the disk."""
         began_s = time.perf_counter()
         order, chosen, replies = self._updates_of_round()
-        mean = replies.total.mean(self._global.dtype)
+        mean = self._combined(replies)
         self._vector = self._strategy.step(self._vector, mean, len(self._cohort.clients()))
         self._cohort.round_counts(order)
         record = RoundRecord(
             round=order.round,
             num_chosen=len(chosen),
-            num_updates=mean.num_updates,
+            num_updates=replies.num_updates,
             num_attempts=order.attempt + 1,
             failures=_counted(replies.failures.values()),
             figures={**_client_figures(replies), **self._evaluate()},
             bytes_up=replies.bytes_up,
             bytes_down=replies.bytes_down,
             duration_s=time.perf_counter() - began_s,
+            epsilon=self._epsilon(order.round + 1),
         )
         self._records.append(record)
         self._keep()
@@ -112,17 +126,18 @@ class RoundLoop:
             order = self._order(attempt)
             chosen = self._choose(order)
             replies = self._cohort.train(order, chosen)
-            if replies.total.num_updates >= config.min_clients:
+            # With central privacy a round without answers counts too: to repeat it would tell that there were none.
+            if replies.num_updates >= config.min_clients or self._noise is not None:
                 return order, chosen, replies
         raise CommunicationError(
-            f"round {self.next_round} got {replies.total.num_updates} updates in {config.max_attempts} attempts, "
+            f"round {self.next_round} got {replies.num_updates} updates in {config.max_attempts} attempts, "
             f"and needs {config.min_clients}: {_reasons(replies.failures)}",
             hint="the rounds before it are kept; look at the reasons, or lower min_clients",
             round=self.next_round,
         )
 
     def _order(self, attempt: int) -> RoundOrder:
-        strategy = self._strategy
+        strategy, local = self._strategy, self._config.privacy
         return RoundOrder(
             round=self.next_round,
             attempt=attempt,
@@ -132,10 +147,14 @@ class RoundLoop:
             proximal=strategy.proximal,
             control=strategy.control(self._vector),
             wants_step_norm=strategy.needs_step_norm,
+            local_clip=local.clip_norm if isinstance(local, LocalPrivacy) else None,
+            local_noise_std=local.noise_std if isinstance(local, LocalPrivacy) else 0.0,
+            central_clip=None if self._noise is None else self._noise.clip_norm,
+            keeps_updates=self._config.rule is not None,
         )
 
     def _choose(self, order: RoundOrder) -> list[str]:
-        clients = self._cohort.clients()
+        clients = self._askable()
         if not clients:
             raise InvalidArgument("there are no clients to train with", hint="start some, or wait for them")
         seed = derived_seed(order.seed, order.round)
@@ -147,6 +166,48 @@ class RoundLoop:
                 facts.last_round = order.round
         return chosen
 
+    def _askable(self) -> list[ClientFacts]:
+        """Clients whose own budget is not spent."""
+        clients = self._cohort.clients()
+        if not isinstance(self._config.privacy, LocalPrivacy):
+            return clients
+        most = self._config.privacy.most_rounds()
+        return [facts for facts in clients if facts.num_chosen < most]
+
+    def _combined(self, replies: RoundReplies) -> MeanUpdate:
+        """The round's update, by the mean or what takes its place."""
+        if self._config.rule is not None:
+            updates = torch.stack([replies.kept[client] for client in sorted(replies.kept)])
+            return MeanUpdate(delta=self._config.rule.combine(updates), num_updates=len(updates))
+        if self._noise is None:
+            return replies.total.mean(self._global.dtype)
+        total = replies.total.total(self._vector)
+        expected = self._probability * len(self._cohort.clients())
+        delta = self._noise.private_mean(total, replies.num_unclipped, replies.num_updates, expected)
+        return MeanUpdate(delta=delta.to(self._global.dtype), num_updates=replies.num_updates)
+
+    @property
+    def _probability(self) -> float:
+        assert isinstance(self._config.selection, PoissonSelection), "the config requires it with central privacy"
+        return self._config.selection.probability
+
+    def _epsilon(self, num_rounds: int) -> float | None:
+        privacy = self._config.privacy
+        if isinstance(privacy, CentralPrivacy):
+            return privacy.epsilon(num_rounds, self._probability)
+        if isinstance(privacy, LocalPrivacy):
+            return privacy.epsilon(max(facts.num_chosen for facts in self._cohort.clients()))
+        return None
+
+    def _why_stop(self) -> str | None:
+        """The reason if another round would go beyond the privacy budget."""
+        privacy = self._config.privacy
+        if isinstance(privacy, CentralPrivacy) and self.next_round >= privacy.most_rounds(self._probability):
+            return f"another round would cost more than the budget of ε = {privacy.budget:g}"
+        if isinstance(privacy, LocalPrivacy) and self._cohort.clients() and not self._askable():
+            return f"every client has spent its budget of ε = {privacy.budget:g}"
+        return None
+
     def _evaluate(self) -> dict[str, float]:
         self._global.write(self._vector)
         self._global.model.eval()
@@ -157,26 +218,36 @@ class RoundLoop:
             return
         self._file.write(
             {
-                "fingerprint": self._global.fingerprint,
-                "strategy": self._strategy.name,
-                "model": self._vector,
+                **self._identity(),
+                "vector": self._vector,
                 "strategy_state": self._strategy.state(),
+                "noise": {} if self._noise is None else self._noise.state(),
                 "cohort": dict(self._cohort.state()),
                 "records": [asdict(record) for record in self._records],
             }
         )
 
+    def _identity(self) -> dict[str, str]:
+        """What a run must share with the one it continues: with other privacy, ε would not describe what was done."""
+        return {
+            "model": self._global.fingerprint,
+            "strategy": self._strategy.name,
+            "privacy": f"{self._config.privacy!r} by {self._config.selection.name}",
+        }
+
     def _load(self, state: dict[str, Any]) -> None:
-        for what, here in (("fingerprint", self._global.fingerprint), ("strategy", self._strategy.name)):
+        for what, here in self._identity().items():
             if state[what] != here:
                 raise CheckpointError(
-                    f"the directory has the rounds of another {'model' if what == 'fingerprint' else what}",
+                    f"the directory has the rounds of another {what}",
                     hint="continue with the same task and strategy, or begin in another directory",
                     kept=state[what],
                     now=here,
                 )
-        self._vector = state["model"]
+        self._vector = state["vector"]
         self._strategy.load(state["strategy_state"])
+        if self._noise is not None:
+            self._noise.load(state["noise"])
         self._cohort.load(state["cohort"])
         self._records = [RoundRecord(**record) for record in state["records"]]
 

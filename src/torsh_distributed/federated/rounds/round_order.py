@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.local_training import ClientUpdate, LocalWork
+from torsh_distributed.federated.privacy.client_privacy import clipped
 from torsh_distributed.federated.random_seeds import derived_seed
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.update_sum import UpdateSum
@@ -30,6 +31,12 @@ class RoundOrder:
     proximal: float = 0.0
     control: Tensor | None = None
     wants_step_norm: bool = False
+    local_clip: float | None = None
+    local_noise_std: float = 0.0
+    central_clip: float | None = None
+    """The norm that the server clips updates to; clients then count equally."""
+    keeps_updates: bool = False
+    """Whether the server needs every update by itself, for a robust rule."""
 
     def plain(self) -> dict[str, Any]:
         """Its fields, to send it; tensors are not copied."""
@@ -45,6 +52,8 @@ class RoundOrder:
             proximal=self.proximal,
             control=self.control,
             wants_step_norm=self.wants_step_norm,
+            local_clip=self.local_clip,
+            local_noise_std=self.local_noise_std,
         )
 
 
@@ -53,12 +62,31 @@ class RoundReplies:
     """What came back from the clients of a round."""
 
     total: UpdateSum = field(default_factory=UpdateSum)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """Client to its update, where a robust rule needs them."""
+    num_unclipped: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     """Client to why it does not count."""
     figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """What clients reported, each with its number of samples."""
     bytes_up: int = 0
     bytes_down: int = 0
+
+    @property
+    def num_updates(self) -> int:
+        """How many count."""
+        return len(self.kept) or self.total.num_updates
+
+    def merge(self, other: RoundReplies) -> None:
+        """Add what other clients of the round replied."""
+        self.total.merge(other.total)
+        self.kept.update(other.kept)
+        self.num_unclipped += other.num_unclipped
+        self.failures.update(other.failures)
+        for name, pairs in other.figures.items():
+            self.figures.setdefault(name, []).extend((weight, value) for weight, value in pairs)
+        self.bytes_up += other.bytes_up
+        self.bytes_down += other.bytes_down
 
 
 class Cohort(Protocol):
@@ -95,7 +123,14 @@ class UpdateIntake:
         if problem is not None:
             self.replies.failures[update.client] = problem
             return False
-        self.replies.total.add(update, self._strategy.vector(update), self._strategy.weight(update))
+        if self._order.keeps_updates:
+            self.replies.kept[update.client] = update.delta
+        elif self._order.central_clip is not None:
+            vector, is_whole = clipped(update.delta, self._order.central_clip)
+            self.replies.total.add(update, vector, 1.0)
+            self.replies.num_unclipped += is_whole
+        else:
+            self.replies.total.add(update, self._strategy.vector(update), self._strategy.weight(update))
         for name, value in update.figures.items():
             self.replies.figures.setdefault(name, []).append((update.num_samples, value))
         return True

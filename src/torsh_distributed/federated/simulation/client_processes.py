@@ -93,7 +93,11 @@ class ClientProcesses:
         if "error" in answer:
             raise ConfigurationError(answer["error"], hint=answer["hint"])
         replies = RoundReplies(
-            total=UpdateSum.from_state(answer["total"]), failures=answer["failures"], figures=answer["figures"]
+            total=UpdateSum.from_state(answer["total"]),
+            kept=answer["kept"],
+            num_unclipped=answer["num_unclipped"],
+            failures=answer["failures"],
+            figures=answer["figures"],
         )
         return TrainedShare(
             replies=replies,
@@ -156,6 +160,8 @@ def _answer(
         return {"error": error.message, "hint": error.hint}
     return {
         "total": share.replies.total.state(),
+        "kept": share.replies.kept,
+        "num_unclipped": share.replies.num_unclipped,
         "failures": share.replies.failures,
         "figures": {name: [list(pair) for pair in pairs] for name, pairs in share.replies.figures.items()},
         "states": share.states,

@@ -79,10 +79,7 @@ class _SimulatedCohort:
         replies = RoundReplies()
         self._pending = {}
         for share in self._trained(order, chosen):
-            replies.total.merge(share.replies.total)
-            replies.failures.update(share.replies.failures)
-            for name, pairs in share.replies.figures.items():
-                replies.figures.setdefault(name, []).extend((pair[0], pair[1]) for pair in pairs)
+            replies.merge(share.replies)
             self._pending.update(share.states)
             for client, speed in share.steps_per_s.items():
                 self._facts[client].steps_per_s = speed

@@ -19,8 +19,8 @@ class FederatedStrategy(ABC):
     proximal: float = 0.0
     """mu of the proximal term that clients add."""
     needs_step_norm: ClassVar[bool] = False
-    takes_robust_rules: ClassVar[bool] = True
-    """Whether the mean may be replaced by another rule: not where the equations are those of a mean."""
+    takes_any_mean: ClassVar[bool] = True
+    """Whether a robust rule or a private sum may replace the mean: not where more than the update is averaged."""
 
     def control(self, model: Tensor) -> Tensor | None:
         """The control variate that clients get with the model."""

@@ -22,7 +22,7 @@ class FedNova(FederatedStrategy):
 
     name = "fednova"
     needs_step_norm = True
-    takes_robust_rules = False
+    takes_any_mean = False
 
     def __init__(self, *, mu: float = 0.0, server_lr: float = 1.0) -> None:
         require_positive(self.name, server_lr=server_lr)
@@ -46,7 +46,7 @@ class Scaffold(FederatedStrategy):
     """
 
     name = "scaffold"
-    takes_robust_rules = False
+    takes_any_mean = False
 
     def __init__(self, *, server_lr: float = 1.0) -> None:
         require_positive(self.name, server_lr=server_lr)
