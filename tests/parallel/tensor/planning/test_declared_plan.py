@@ -41,6 +41,14 @@ def test_a_declared_plan_is_followed() -> None:
     assert plan.source == "declared by transformers"
 
 
+def test_a_table_that_the_plan_leaves_out_is_split_where_sequences_are() -> None:
+    model = built("Llama")
+    model._tp_plan = {name: style for name, style in model._tp_plan.items() if "embed" not in name}  # type: ignore[union-attr, operator, assignment]  # a dict of transformers
+    assert find_tensor_plan(model, tp=2).style_of("model.embed_tokens") is SplitStyle.REPLICATED
+    plan = find_tensor_plan(model, tp=2, config=TensorConfig(sequence_parallel=True))
+    assert plan.style_of("model.embed_tokens") is SplitStyle.VOCABULARY
+
+
 def test_stacks_of_experts_are_cut_by_features_unless_another_axis_has_them() -> None:
     model = built("Mixtral")
     rows = {row.name: row for row in find_tensor_plan(model, tp=2).modules}

@@ -165,7 +165,6 @@ class _Patterns:
 
 
 def _rows(model: nn.Module, anatomy: ModelAnatomy, names: _Patterns, config: TensorConfig) -> Iterator[PlannedModule]:
-    whole = SplitStyle.SEQUENCE if config.sequence_parallel else SplitStyle.REPLICATED
     for name, module in model.named_modules():
         style = names.style(name) if name else None
         note = "override" if name in names.overrides else ""
@@ -184,15 +183,23 @@ def _rows(model: nn.Module, anatomy: ModelAnatomy, names: _Patterns, config: Ten
             row = dataclasses.replace(row, is_head=is_head, detail=_detail(name, module, style, model))
             yield row
         elif next(module.parameters(recurse=False), None) is not None and not split:
-            on_sequence = structure.is_norm(module) or structure.is_position_table(name, module)
-            is_inside = any(name.startswith(f"{one}.") for one in anatomy.attention)
-            yield planned(name, module, whole if on_sequence and not is_inside else SplitStyle.REPLICATED, note=note)
+            yield planned(name, module, _unnamed_style(name, module, anatomy, config), note=note)
         for one in split:
             param = module._parameters[one]
             style = names.style(f"{name}.{one}")
             assert param is not None, "named_parameters has it"
             assert style is not None, "looked up above"
             yield planned_param(f"{name}.{one}" if name else one, param, style)
+
+
+def _unnamed_style(name: str, module: nn.Module, anatomy: ModelAnatomy, config: TensorConfig) -> SplitStyle:
+    """How a module is held that the plan does not name; whole, unless its output is a part of the sequence."""
+    if not config.sequence_parallel or any(name.startswith(f"{one}.") for one in anatomy.attention):
+        return SplitStyle.REPLICATED
+    if structure.is_norm(module) or structure.is_position_table(name, module):
+        return SplitStyle.SEQUENCE
+    # Some plans of transformers 5.17 leave the table of tokens out. Whole, nobody would add up its gradients.
+    return SplitStyle.VOCABULARY if isinstance(module, nn.Embedding) else SplitStyle.REPLICATED
 
 
 def _detail(name: str, module: nn.Module, style: SplitStyle, model: nn.Module) -> tuple[int, ...]:
