@@ -137,6 +137,7 @@ class StageShards:
             compression=self._plan.compress,
             separate=expert_sharding(stage, self._mesh),
         )
+        _allow_no_arguments(stage)
         return stage
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -169,6 +170,24 @@ class StageShards:
         for index, part in self.parts.items():
             if part.compressor is not None and str(index) in state:
                 part.compressor.load_state_dict(state[str(index)])
+
+
+_NOTHING = object()
+"""Stands for the arguments of a stage that has none."""
+
+
+def _allow_no_arguments(stage: nn.Module) -> None:
+    """FSDP2 moves the arguments of a module to its GPU, and fails where there are none: the first stage gets its inputs
+    from the pipeline. Drop it when torch's `_root_pre_forward` takes none."""
+
+    def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if args or kwargs else ((_NOTHING,), kwargs)
+
+    def remove(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return ((), kwargs) if args and args[0] is _NOTHING else None
+
+    stage.register_forward_pre_hook(add, prepend=True, with_kwargs=True)
+    stage.register_forward_pre_hook(remove, with_kwargs=True)
 
 
 def _count_step(compressor: GradientCompressor, *_: object) -> None:
