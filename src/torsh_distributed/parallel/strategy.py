@@ -124,6 +124,9 @@ class Strategy(ABC):
     def before_backward(self, loss: Tensor) -> None:  # noqa: B027 (most strategies need not know)
         """Called on every rank before each backward, with the loss that it starts from."""
 
+    def after_backward(self, loss: Tensor) -> None:  # noqa: B027 (most strategies need not know)
+        """Called on every rank after each backward: what must not become an update is refused here."""
+
     def attach(self, optimizer: Optimizer) -> None:  # noqa: B027 (most strategies leave the optimizer alone)
         """A strategy may hook into the steps of the optimizer that was bound."""
 

@@ -296,6 +296,7 @@ class Engine:
             scaled = self.precision.scaled(weighted)
             self.strategy.before_backward(scaled)
             scaled.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            self.strategy.after_backward(scaled)
 
     def apply(self) -> float:
         """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.bed.world import World
 from tests.parallel.example_models import build, data, flat, steps_of_one_process
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
@@ -134,3 +134,40 @@ def refuse() -> None:
 
 def test_a_plan_that_compresses_where_nothing_would_is_refused(world: World) -> None:
     world.run(refuse)
+
+
+class Heads(nn.Module):
+    """Two heads; a batch says which of them count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+    def forward(self, inputs: Tensor, wanted: Tensor) -> Tensor:
+        losses = [self.heads[number](inputs).square().mean() for number in wanted[0].nonzero().flatten().tolist()]
+        return torch.stack(losses).sum()
+
+
+def leave_a_head_out() -> tuple[str, bool, list[float]]:
+    """A step with both heads, one in which each rank uses another, and what that did to the weights."""
+    model = Heads()
+    plan = Plan.from_dict({"training": {"loss_is": "mean"}})
+    trained = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    inputs, both = torch.ones(2, 4), torch.ones(2, 2, dtype=torch.bool)
+    losses = [trained.step((inputs, both))]
+    before = flat(model)
+    one = both.clone()
+    one[:, dist.get_rank()] = False
+    try:
+        losses.append(trained.step((inputs, one)))
+    except InvalidArgument as error:
+        return str(error), torch.equal(before, flat(model)), losses
+    return "no error", torch.equal(before, flat(model)), losses
+
+
+def test_a_parameter_left_out_later_is_named_before_the_update(world: World) -> None:
+    for rank, (said, is_unchanged, losses) in enumerate(world.run(leave_a_head_out, num_ranks=2)):
+        assert f"the loss does not depend on heads.{rank}.weight, heads.{rank}.bias in this step" in said
+        assert is_unchanged
+        assert len(losses) == 1

@@ -225,6 +225,11 @@ class Composed(SplitModel):
             self._inner.before_backward(loss)
 
     @override
+    def after_backward(self, loss: Tensor) -> None:
+        if self._inner is not None:
+            self._inner.after_backward(loss)
+
+    @override
     def take_comm_s(self) -> float | None:
         return None if self._inner is None else self._inner.take_comm_s()
 

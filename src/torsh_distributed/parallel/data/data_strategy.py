@@ -15,6 +15,7 @@ from typing_extensions import Unpack, override
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mesh.mesh_reduction import HeldGradients, clip_to_norm, grad_norm, mean_over
 from torsh_distributed.parallel.optim import CpuAdam
@@ -174,6 +175,21 @@ class DataParallel(Strategy):
             self._has_unused = not is_known and has_unused_params(loss, self._ddp.trained, self._group)
         if self._has_unused:
             self._ddp.search_unused(loss)
+        self._ddp.expect_average()
+
+    @override
+    def after_backward(self, loss: Tensor) -> None:
+        """Refuse a step in which this rank left a parameter out that it used before: torch averages nothing behind it,
+        and says so only in the next forward."""
+        if not self._ddp.lacks_average:
+            return
+        used = _params_behind(loss)
+        unused = [name for name, param in self._ddp.trained.items() if used is not None and id(param) not in used]
+        raise InvalidArgument(
+            f"the loss does not depend on {', '.join(unused) or 'some parameters'} in this step, as it did before",
+            hint="set ddp.find_unused_parameters; no parameter was updated",
+            unused=unused,
+        )
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

@@ -269,6 +269,15 @@ class DistributedDataParallel(TorchDDP):
         if self._searches_loss and self.require_backward_grad_sync:
             self.reducer.prepare_for_backward([loss])
 
+    def expect_average(self) -> None:
+        """Just before a backward: `lacks_average` then speaks of this one."""
+        self._gradient_sync.is_sent = not (self._has_buckets and self.require_backward_grad_sync)
+
+    @property
+    def lacks_average(self) -> bool:
+        """After a backward: whether buckets stayed behind, because a parameter in them got no gradient."""
+        return not self._gradient_sync.is_sent
+
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
         """The parameters whose gradients are averaged, by name."""

@@ -116,6 +116,8 @@ class GradientSync:
         self._failed: set[int] = set()
         self.has_pending = False
         """Whether backward left gradients that are not averaged yet."""
+        self.is_sent = True
+        """Whether the last bucket of a backward has been sent, since somebody said that it was not."""
         self.clock = BucketClock()
 
     @property
@@ -214,7 +216,7 @@ class GradientSync:
         if full.is_last:
             self._infos = {index: info for index, info in self._infos.items() if index <= full.index}
             self.clock.note_ready()
-            self.has_pending = False
+            self.has_pending, self.is_sent = False, True
 
     def _call_hooks(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         for hook in list(self._hooks.values()):
