@@ -29,22 +29,22 @@ class TwoHeads(nn.Module):
         return found
 
 
-def train(strategy: str, heads: list[list[int]]) -> tuple[str, dict[str, Tensor]]:
+def train(strategy: str, heads: list[list[int]], device: str = "cpu") -> tuple[str, dict[str, Tensor]]:
     """Runs on every rank: a step for each entry, with the head that the entry has for this rank."""
-    model = FullyShardedDataParallel(TwoHeads(), FsdpConfig(strategy=strategy))
+    model = FullyShardedDataParallel(TwoHeads().to(device), FsdpConfig(strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.attach(optimizer)
     said = ""
     for step in heads:
         torch.manual_seed(dist.get_rank())
-        model(torch.randn(3, 4), step[dist.get_rank()]).backward()
+        model(torch.randn(3, 4).to(device), step[dist.get_rank()]).backward()
         try:
             optimizer.step()
         except ConfigurationError as error:
             said = str(error)
             break
         optimizer.zero_grad()
-    return said, model.full_state_dict()
+    return said, {name: value.cpu() for name, value in model.full_state_dict().items()}
 
 
 def alone(heads: list[int]) -> dict[str, Tensor]:
@@ -62,9 +62,16 @@ def alone(heads: list[int]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
-def test_ranks_that_used_other_heads_are_refused_before_the_update(world: World, strategy: str) -> None:
-    for said, state in world.run(train, strategy, [[0, 0], [0, 1]], num_ranks=2, backend="gloo"):
+ON_GPU = pytest.param("full_shard", "cuda", "torsh", marks=pytest.mark.needs_cuda)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "backend"), [("shard_grad_op", "cpu", "gloo"), ("full_shard", "cpu", "gloo"), ON_GPU]
+)
+def test_ranks_that_used_other_heads_are_refused_before_the_update(
+    world: World, strategy: str, device: str, backend: str
+) -> None:
+    for said, state in world.run(train, strategy, [[0, 0], [0, 1]], device, num_ranks=2, backend=backend):
         assert "rank 0 has no gradient of ['heads.1.weight', 'heads.1.bias']" in said
         assert "rank 1 has ['heads.0.weight', 'heads.0.bias']" in said
         assert "add" in said

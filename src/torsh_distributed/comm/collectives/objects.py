@@ -101,8 +101,11 @@ def recv_object(src: int, *, tag: int = 0, **options: Unpack[CallOptions]) -> An
 
 
 def _device(options: CallOptions) -> torch.device:
-    """The device on which the group's backend takes tensors."""
-    group = resolve_group(options.get("group"))
+    return device_of_numbers(resolve_group(options.get("group")))
+
+
+def device_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    """Where numbers of the host travel in this group: the CPU, unless its backend takes tensors on a GPU only."""
     types = {device.type for device in group._device_types}
     return torch.device("cpu") if "cpu" in types or not types else torch.device("cuda", torch.cuda.current_device())
 

@@ -123,7 +123,7 @@ class FullyShardedDataParallel(nn.Module):
             equal = [param for param in module.parameters() if id(param) not in apart]
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
-        self._same = SameGradients(self._group, self.mesh.device_type)
+        self._same = SameGradients(self._group)
         replicated = _kept_whole(module, self.config)
         self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, separate)
         apart = _ids_of(separate)

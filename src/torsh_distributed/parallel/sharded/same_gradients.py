@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.agreement import require_same
+from torsh_distributed.comm.collectives.objects import device_of_numbers
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
@@ -26,12 +27,16 @@ _MOST_NAMES = 8
 
 
 class SameGradients:
-    """Compares what the ranks of a group reduced, once in every step. On a GPU the answer is read a step later."""
+    """Compares what the ranks of a group reduced, once in every step.
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+    What is compared is known to the host, so the answer is there before the update, whatever the GPU is doing. Only
+    where the group takes nothing but tensors on a GPU (plain NCCL) it is read a step later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._params: Mapping[str, nn.Parameter] = {}
         self._group = group
-        self._device_type = device_type
+        self._device = device_of_numbers(group)
         self._reduced = 0
         self._last: HostValue | None = None
 
@@ -50,10 +55,10 @@ class SameGradients:
         # Of numbers alone, so it is the same in every process.
         digest = hash((self._reduced, tuple(param.grad is None for param in self._params.values())))
         self._reduced = 0
-        extremes = torch.tensor([digest, -digest], device=self._device_type)
+        is_late = self._device.type != "cpu"
+        extremes = torch.tensor([digest, -digest], pin_memory=is_late).to(self._device, non_blocking=True)
         all_reduce(extremes, op="max", group=self._group)
         spread = HostValue(extremes.sum())
-        is_late = self._device_type != "cpu"
         asked, self._last = (self._last, spread) if is_late else (spread, None)
         if asked is not None and asked.wait() != 0:
             self._explain()
