@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
 from torsh_distributed.comm.backends import operations
-from torsh_distributed.comm.backends.executor import Body
+from torsh_distributed.comm.backends.executor import Body, OneByOne
 from torsh_distributed.comm.backends.group_calls import (
     GroupCalls,
     ReduceOpLike,
@@ -33,7 +33,7 @@ from torsh_distributed.comm.backends.group_calls import (
 )
 from torsh_distributed.comm.backends.short_path import factor_of, parse_reduction
 from torsh_distributed.comm.backends.staging import check_count, check_numel, check_rows, check_splits
-from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
+from torsh_distributed.comm.backends.wire import BufferUse, Rows
 from torsh_distributed.comm.meeting.monitored_barrier import meet_monitored
 
 
@@ -91,7 +91,7 @@ class TorshProcessGroup(GroupCalls):
             self._check_tensor(tensor, call.operation)
             op = parse_reduction(options.reduceOp, tensor.dtype)
             bodies.append(self._body(tensor, operations.all_reduce, tensor, op, factor_of(options.reduceOp)))
-        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=tensors)
+        return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=tensors)
 
     @override
     def reduce(  # type: ignore[override]  # one signature for c10d's overloads
@@ -163,7 +163,7 @@ class TorshProcessGroup(GroupCalls):
             check_numel(source, output.numel() * self._wire.num_ranks, call.operation, "input")
             op = parse_reduction(options.reduceOp, output.dtype)
             bodies.append(self._body(output, operations.reduce_scatter_single, output, source, op, factor))
-        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
+        return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class TorshProcessGroup(GroupCalls):
             check_numel(source, outputs[self._wire.rank].numel(), call.operation, "input")
             bodies.append(self._body(source, operations.all_gather, outputs, source))
         flat = [tensor for outputs in output_lists for tensor in outputs]
-        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=flat)
+        return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=flat)
 
     @override
     def all_gather_single(self, output: Tensor, source: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
@@ -243,7 +243,7 @@ class TorshProcessGroup(GroupCalls):
             self._check_pair(output, source, call.operation)
             check_numel(output, source.numel() * self._wire.num_ranks, call.operation, "output")
             bodies.append(self._body(source, operations.all_gather_single, output, source))
-        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
+        return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     @override
     def gather(  # type: ignore[override]  # one signature for c10d's overloads
@@ -388,8 +388,3 @@ class TorshProcessGroup(GroupCalls):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-
-
-def _one_by_one(bodies: Sequence[Body], call: Call) -> None:
-    for body in bodies:
-        body(call)

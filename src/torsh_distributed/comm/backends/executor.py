@@ -14,13 +14,46 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Protocol
 
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.wire import Call
 
 Body = Callable[[Call], None]
+
+
+class OrderedBody(Protocol):
+    """A body that depends on where its caller stands, such as on a stream of a GPU: run there at once, or later."""
+
+    def __call__(self, call: Call) -> None:
+        """Run it in the caller's thread, before the caller goes on."""
+
+    def later(self) -> Body:
+        """The same for any thread and moment; asked for where the caller stands."""
+
+
+class OneByOne:
+    """Several bodies as one."""
+
+    def __init__(self, bodies: Sequence[Body]) -> None:
+        self._bodies = bodies
+
+    def __call__(self, call: Call) -> None:
+        """Run them in order."""
+        for body in self._bodies:
+            body(call)
+
+    def later(self) -> Body:
+        """All of them for any thread."""
+        return OneByOne([for_any_thread(body) for body in self._bodies])
+
+
+def for_any_thread(body: Body) -> Body:
+    """The body, as it may be run after its caller has gone on."""
+    later: Callable[[], Body] | None = getattr(body, "later", None)
+    return body if later is None else later()
 
 
 class _Task:

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
+from torsh_distributed.comm.backends.executor import Body, OrderedExecutor, for_any_thread
 from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
@@ -235,7 +235,7 @@ class GroupLifecycle(dist.ProcessGroup):
     def _submit(self, body: Body, call: Call, outputs: Sequence[Tensor], record: OperationRecord | None) -> PendingWork:
         work = self._new_work(call, outputs, self._executor.help_with)
         work.record = record
-        self._executor.submit(body, call, work)
+        self._executor.submit(for_any_thread(body), call, work)
         self._track(work)
         return work
 

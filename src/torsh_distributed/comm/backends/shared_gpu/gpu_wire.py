@@ -2,8 +2,8 @@
 
 Who waits for whom: ranks meet on the host, in the barrier of the group's own wire, and only after their stream has done
 what the others will read. So no GPU ever waits for another process: what releases a blocked host releases everything,
-when a rank dies or the group is aborted. A collective has ended on the GPU when it returns or its work completes, and
-its outputs may be used on any stream.
+when a rank dies or the group is aborted. When a collective returns, its outputs may be used on the caller's stream;
+once a work is waited for, on any.
 """
 
 from __future__ import annotations
@@ -28,6 +28,39 @@ _ALIGNMENT = 256
 _WIDE = (torch.float32, torch.float64)
 
 
+class InStreamOrder:
+    """The body of a collective of tensors on a GPU.
+
+    A caller that waits for it anyway runs it on its own stream: going to another one and back would take a turn of the
+    GPU each, which processes that share it wait for.
+    """
+
+    def __init__(self, body: Body, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._body, self._device, self._stream = body, device, stream
+
+    def __call__(self, call: Call) -> None:
+        """On the caller's stream; what the host need not wait for is queued there when this returns."""
+        if torch.cuda.current_device() == self._device.index:
+            self._body(call)
+            return
+        with torch.cuda.device(self._device):
+            self._body(call)
+
+    def later(self) -> Body:
+        """On a stream of its own, after all that is queued on the caller's now; done when it returns."""
+        queued = torch.cuda.current_stream(self._device).record_event()
+
+        def run(call: Call) -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._stream.wait_event(queued)
+                try:
+                    self._body(call)
+                finally:
+                    self._stream.synchronize()
+
+        return run
+
+
 class GpuWire(Wire):
     """A group's wire for contiguous tensors on one GPU. `host` is its wire for tensors in the host's memory."""
 
@@ -41,27 +74,19 @@ class GpuWire(Wire):
         self._memory: GpuMemory | None = None
         self._is_asked = not host.shares_gpu_memory
 
-    def after_caller(self, body: Body) -> Body:
-        """`body` for any thread: its work on the GPU begins after all that the caller has queued so far, and is done
-        when it returns."""
-        queued = torch.cuda.current_stream(self._device).record_event()
-
-        def run(call: Call) -> None:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._stream.wait_event(queued)
-                try:
-                    body(call)
-                finally:
-                    self._stream.synchronize()
-
-        return run
+    def after_caller(self, body: Body) -> InStreamOrder:
+        """`body` with its work on the GPU after all that the caller has queued so far."""
+        return InStreamOrder(body, self._device, self._stream)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory, complete on return, of what the caller's stream will have made of the tensor."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copy.copy_(tensor.detach(), non_blocking=True)
+        return self._all_to_host([tensor])[0]
+
+    def _all_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies = _empty_on_host(tensors)
+        _copy_all(copies, tensors)
         torch.cuda.current_stream(self._device).synchronize()
-        return copy
+        return copies
 
     def incoming(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Memory of the host to receive into, and what then fills `tensor` from it, on any thread."""
@@ -70,7 +95,7 @@ class GpuWire(Wire):
         def fill(_: Call) -> None:
             _copy_all([tensor], [buffer])
 
-        fill_in_order = self.after_caller(fill)
+        fill_in_order = self.after_caller(fill).later()
         return buffer, lambda: fill_in_order(Call("recv", 1))
 
     # --- in the memory of the GPU -----------------------------------------------------------------------------
@@ -86,7 +111,7 @@ class GpuWire(Wire):
 
     def _meet(self, call: Call) -> None:
         """Return when all ranks' work so far is in memory; nobody goes on before."""
-        self._stream.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
         self._host.barrier(call)
 
     @override
@@ -106,25 +131,24 @@ class GpuWire(Wire):
             _copy_all([buffer], [copy])
             return
         for part in _parts(buffer, SLOT_BYTES):
-            views = [_view(slot, part) for slot in slots]
-            views[self.rank].copy_(part)
+            self._fold_at(0, part, slots, op, call)
+            result = _view(slots[0], part)
+            if self.rank == 0:
+                result.copy_(part)
             self._meet(call)
-            if self.num_ranks == 2:
-                _fold(part, views, op)
-            else:
-                self._fold_shares(part, views, op, call)
+            if self.rank != 0:
+                part.copy_(result)
             self._meet(call)
 
-    def _fold_shares(self, part: Tensor, views: list[Tensor], op: ReduceOp, call: Call) -> None:
-        """Each rank folds its share of the elements, in its own memory, and all copy the shares of all."""
-        shares = [view.tensor_split(self.num_ranks) for view in views]
-        mine = [share[self.rank] for share in shares]
-        folded = torch.empty_like(mine[0])
-        _fold(folded, mine, op)
-        mine[self.rank].copy_(folded)  # of this share, nobody else reads anything before they have met
+    def _fold_at(self, root: int, part: Tensor, slots: list[Tensor], op: ReduceOp, call: Call) -> None:
+        """One rank folds all parts into its own: sharing the work would take more turns on the GPU, which cost more."""
+        views = [_view(slot, part) for slot in slots]
+        if self.rank != root:
+            views[self.rank].copy_(part)
         self._meet(call)
-        for rank, target in enumerate(part.tensor_split(self.num_ranks)):
-            target.copy_(shares[rank][rank])
+        if self.rank == root:
+            views[root] = part
+            _fold(part, views, op)
 
     @override
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
@@ -136,11 +160,7 @@ class GpuWire(Wire):
                 _copy_all([buffer], [copy])
             return
         for part in _parts(buffer, SLOT_BYTES):
-            views = [_view(slot, part) for slot in slots]
-            views[self.rank].copy_(part)
-            self._meet(call)
-            if self.rank == root:
-                _fold(part, views, op)
+            self._fold_at(root, part, slots, op, call)
             self._meet(call)
 
     @override
@@ -205,7 +225,7 @@ class GpuWire(Wire):
         slots = self._slots(output.nbytes, call)
         if slots is None:
             copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-            self._host.scatter(copy, None if sources is None else [self.to_host(one) for one in sources], root, call)
+            self._host.scatter(copy, None if sources is None else self._all_to_host(sources), root, call)
             _copy_all([output], [copy])
             return
         shares = self._shares(slots[root])
@@ -222,7 +242,7 @@ class GpuWire(Wire):
         slots = self._slots(largest, call)
         if slots is None:
             copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-            self._host.reduce_scatter(copy, [self.to_host(source) for source in sources], op, call)
+            self._host.reduce_scatter(copy, self._all_to_host(sources), op, call)
             _copy_all([output], [copy])
             return
         by_rank = [self._shares(slot) for slot in slots]
@@ -244,7 +264,7 @@ class GpuWire(Wire):
         slots = self._slots(int(largest), call)
         if slots is None:
             copies = _empty_on_host(outputs)
-            self._host.all_to_all(copies, [self.to_host(source) for source in sources], call)
+            self._host.all_to_all(copies, self._all_to_host(sources), call)
             _copy_all(outputs, copies)
             return
         by_rank = [self._shares(slot) for slot in slots]
@@ -305,11 +325,12 @@ def _out_of(slot: Tensor, part: Tensor) -> None:
 
 
 def _fold(target: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
-    """The parts of all ranks, in the order of ranks: everyone gets the same bits."""
-    if target.dtype not in _WIDE:
+    """The parts of all ranks, in the order of ranks; the target may be one of them."""
+    if target.dtype not in _WIDE or any(part is target for part in parts[1:]):
         target.copy_(fold_all(parts, op))
         return
-    target.copy_(parts[0])
+    if parts[0] is not target:
+        target.copy_(parts[0])
     for part in parts[1:]:
         fold_into(target, part, op)
     finish_fold(target, op, len(parts))
