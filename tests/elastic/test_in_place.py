@@ -83,6 +83,21 @@ def test_survivors_go_on_after_kills_in_every_pass_of_a_step_rank_0_included(tmp
         assert len(together) == len(set(together)) == BATCH, f"step {step}: {steps[step]}"
 
 
+@pytest.mark.needs_cuda
+def test_survivors_go_on_after_kills_on_a_gpu_that_they_share(tmp_path: Path) -> None:
+    (tmp_path / "gpu").touch()
+    faults = (
+        "kill rank 1 at step 6 in gradient",
+        "kill rank 0 at step 11 in forward",
+        "kill rank 3 at step 16 in update",
+    )
+    options = ("--on-loss", "shrink", "--share-gpu")
+    outcome = run_job(tmp_path, *options, num_workers=5, faults=faults, checkpoints=True, timeout_s=110)
+    check_as_undisturbed(outcome)
+    assert [record["world"] for record in outcome.steps(2)][-1] == 2
+    check_checkpoints(tmp_path / "checkpoints")
+
+
 @pytest.mark.timeout(240)  # five interpreters, on a busy machine
 def test_survivors_go_on_after_kills_in_an_update_in_a_save_and_in_a_recovery(tmp_path: Path) -> None:
     """The phases that the test above does not have; the matrix has each alone, on every backend."""

@@ -84,6 +84,7 @@ def main() -> None:
         other = Other.of(folder, os.environ["RANK"])
         optimizer.param_groups[0]["lr"] *= other.rate
         loader = other.part_of(loader, other.samples)
+        model.to(td.device() if (folder / "gpu").exists() else "cpu")
         reached("step", 0)
         reached("start")
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
@@ -95,7 +96,7 @@ def main() -> None:
         pause_s = float((folder / "pause").read_text()) if (folder / "pause").exists() else 0.02
         inputs = build()[2].dataset.tensors[0]  # type: ignore[attr-defined]  # build() makes it of tensors
         engine.unwrapped.register_forward_pre_hook(
-            lambda _, given: note_samples(folder / f"computed-{member}.jsonl", engine.num_steps, inputs, given[0])
+            lambda _, given: note_samples(folder / f"computed-{member}.jsonl", engine.num_steps, inputs, given[0].cpu())
         )
         # In the middle of forward, backward and update, beside the points that the Engine passes itself.
         engine.unwrapped[2].register_forward_pre_hook(lambda *_: reached("layer"))
@@ -119,7 +120,8 @@ def main() -> None:
                 mark(folder, step=engine.num_steps)
         if (folder / "evaluate").exists():
             engine.evaluate(other.part_of(loader, other.evaluated))
-        torch.save(engine.unwrapped.state_dict(), folder / f"weights-{member}.pt")
+        weights = {name: value.cpu() for name, value in engine.unwrapped.state_dict().items()}
+        torch.save(weights, folder / f"weights-{member}.pt")
 
 
 if __name__ == "__main__":
