@@ -371,6 +371,23 @@ class DecisionEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SuggestionEvent(Event):
+    """A setting that would make the run faster and was not asked for; `torsh why` repeats it."""
+
+    kind: ClassVar[str] = "suggestion"
+
+    title: str
+    evidence: str
+    """What was measured, and where."""
+    plan_change: str = ""
+    """The change as text of a plan; empty if it is none of a plan."""
+    gain: float | None = None
+    """The share of a step that it saves at least."""
+    gain_s: float | None = None
+    """Seconds that it saves in a step, whatever that takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlertEvent(Event):
     """Something needs attention from a person."""
 
@@ -433,6 +450,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     LendingEvent,
     PressureEvent,
     DecisionEvent,
+    SuggestionEvent,
     AlertEvent,
     LogEvent,
     FederatedRoundEvent,

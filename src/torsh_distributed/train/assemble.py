@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torsh_distributed import events
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
@@ -26,6 +27,7 @@ from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_tr
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.offload.state_offload import offloaded_optimizer
+from torsh_distributed.parallel.torch_internals import tree_flatten
 from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
 from torsh_distributed.plan import Plan
@@ -38,9 +40,10 @@ from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.loss_kind import check_coupled_samples
 from torsh_distributed.train.precision import cast_buffers
-from torsh_distributed.train.speed.deferred_logits import defer_logits
+from torsh_distributed.train.speed.deferred_logits import DeferredLogits, defer_logits, should_defer
 from torsh_distributed.train.speed.expert_stacks import cast_expert_stacks
 from torsh_distributed.train.speed.float8 import use_float8
+from torsh_distributed.train.speed.suggestions import missing_speedups, suggestion_line
 
 if TYPE_CHECKING:
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
@@ -94,8 +97,9 @@ def parallelize(
             _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
     if chosen.precision.dtype in ("bf16", "fp8"):
         cast_expert_stacks(model)
-    if chosen.training.fused_loss:
-        defer_logits(model)
+    deferred = None
+    if should_defer(model, chosen, _device_of(model)):
+        deferred = defer_logits(model, stops_if_asked=chosen.training.fused_loss == "auto")
     if chosen.training.gather_for_loss and loss_fn is None:
         raise ConfigurationError(
             "training.gather_for_loss needs a loss_fn: a model that computes its loss itself sees its own samples only",
@@ -108,6 +112,8 @@ def parallelize(
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     refuse_closures(made)
     strategy.bind(made)
+    if deferred is not None:
+        made.register_step_post_hook(deferred.note_update)
     engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
     check_coupled_samples(strategy.whole_model, chosen, data_degree=strategy.data_degree)
     if statistics is not None:
@@ -118,7 +124,18 @@ def parallelize(
     engine.settings = {**settings, "data": None}
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
+    _suggest(engine)
     return engine
+
+
+def _suggest(engine: Engine) -> None:
+    """One line on rank 0 about what is known to pay on this GPU, and events of it for `torsh why`."""
+    if process_group.rank() == 0 and engine.device.type == "cuda":
+        found = list(missing_speedups(engine.plan, engine.unwrapped, engine.optimizer))
+        for one in found:
+            events.emit(one)
+        if found:
+            _log.warning(suggestion_line(found))
 
 
 def _settings(plan: Plan, optimizer: Optimizer | OptimizerFn, *, has_weights: bool) -> dict[str, Any]:
@@ -176,9 +193,17 @@ def _device_of(model: nn.Module) -> torch.device:
 def _compiled(loss_fn: LossFn | None, plan: Plan) -> LossFn | None:
     """The loss as one graph with its cast to fp32, where it gets whole logits of this rank alone."""
     config = plan.compile
-    if loss_fn is None or not config.enabled or plan.training.fused_loss or splits_model(plan):
+    if loss_fn is None or not config.enabled or splits_model(plan):
         return loss_fn
-    return Compiled(loss_fn, config, label=f"the loss ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})")
+    compiled = Compiled(loss_fn, config, label=f"the loss ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})")
+    if plan.training.fused_loss is False:
+        return compiled
+
+    def loss_of_logits(outputs: Any, targets: Any) -> Any:
+        is_deferred = any(isinstance(one, DeferredLogits) for one in tree_flatten(outputs)[0])
+        return (loss_fn if is_deferred else compiled)(outputs, targets)
+
+    return loss_of_logits
 
 
 def _stored_weights(model: nn.Module, path: str | Path | None, init_fn: ParamInit | None) -> StoredWeights | None:

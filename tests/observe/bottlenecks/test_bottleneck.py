@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,20 @@ def test_a_run_without_steps_is_an_error(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=1)
     with pytest.raises(IoError, match="no steps"):
         analyse(tmp_path)
+
+
+def test_what_a_run_did_without_is_named_with_its_gain(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    compiled = {"title": "compile the layers", "gain": 0.2, "plan_change": "[compile]\nenabled = true"}
+    fused = {"title": "fused AdamW", "gain_s": 0.003, "plan_change": ""}
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        for facts in (compiled, fused):
+            event = {"time": 1000.0, "rank": 0, "type": "suggestion", "evidence": "1.25 times on an H200", **facts}
+            file.write(json.dumps(event) + "\n")
+    advice = {one.title: one for one in recommend(analyse(tmp_path))}
+    assert advice["compile the layers"].gain_s == pytest.approx(0.012), "a fifth of 60 ms"
+    assert advice["compile the layers"].overrides == {"TORSH_PLAN__COMPILE__ENABLED": "true"}
+    assert advice["fused AdamW"].gain_s == pytest.approx(0.003)
+    text = "\n".join(recommendation_lines(advice.values(), 0.06))
+    assert "compile the layers: 12.00 ms a step, 20%" in text
+    assert "1.25 times on an H200" in text

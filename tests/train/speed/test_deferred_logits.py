@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.golden import MODELS, golden
 from tests.parallel.sharded.test_module import Curve, train_all
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
-from torsh_distributed.train.speed.deferred_logits import DeferredLogits, defer_logits, find_head
+from torsh_distributed.train.speed.deferred_logits import DeferredLogits, defer_logits, find_head, should_defer
 
 HIDDEN = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(11, 8, generator=torch.Generator().manual_seed(1))
@@ -166,3 +167,106 @@ def test_a_model_of_transformers_with_labels_gets_the_same_losses(world: World) 
     assert fused[0] == pytest.approx(plain[0], abs=1e-5)
     assert fused_padded[0] == pytest.approx(plain_padded[0], abs=1e-5)
     assert (plain[1], fused[1]) == (False, True)
+
+
+class Classes(nn.Module):
+    """An embedding and a head of as many classes."""
+
+    def __init__(self, num_classes: int, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(num_classes, width)
+        self.head = nn.Linear(width, num_classes, bias=False)
+
+    @override
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(ids))
+        return logits
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def test_auto_defers_large_heads_on_a_gpu_where_the_plan_allows_it() -> None:
+    with torch.device("meta"):
+        large, small = Classes(16_384), Classes(1000)
+    assert should_defer(large, Plan(), GPU)
+    sharded = {"mesh": {"shard": 2}, "fsdp": {"wrap": "none"}, "compile": {"enabled": True}}
+    assert should_defer(large, Plan.from_dict(sharded), GPU)
+    assert not should_defer(large, Plan(), CPU)
+    assert not should_defer(small, Plan(), GPU)
+    assert not should_defer(large, Plan.from_dict({"training": {"fused_loss": False}}), GPU)
+    assert should_defer(small, Plan.from_dict(FUSED), CPU)
+    for against in (
+        {"mesh": {"tp": 2}},
+        {"mesh": {"pp": 2}},
+        {"compile": {"enabled": True, "scope": "model"}},
+        {"ddp": {"static_graph": True}},
+        {"offload": {"enabled": True}},
+        {"mesh": {"shard": 2}},  # where no layer repeats, the head is a piece by itself
+    ):
+        assert not should_defer(large, Plan.from_dict(against), GPU), against
+
+
+def test_auto_stops_once_the_logits_were_asked_for() -> None:
+    model = Classes(11)
+    defer_logits(model, stops_if_asked=True)
+    ids = torch.arange(5)
+    with torch.no_grad():
+        assert type(model(ids)) is Tensor
+    logits = model(ids)
+    assert isinstance(logits, DeferredLogits)
+    functional.cross_entropy(logits, ids)
+    again = model(ids)
+    assert isinstance(again, DeferredLogits)
+    assert int(again.argmax(-1)[0]) == int((model.table(ids) @ model.head.weight.t()).argmax(-1)[0])
+    assert type(model(ids)) is Tensor
+
+
+def test_what_was_asked_for_is_used_from_then_on() -> None:
+    """As with plain logits: a hook on them sees the gradient."""
+    model = Classes(11)
+    defer_logits(model)
+    logits, seen = model(torch.arange(5)), []
+    logits.register_hook(seen.append)
+    functional.cross_entropy(logits, torch.arange(5)).backward()
+    assert len(seen) == 1
+
+
+def test_logits_from_before_an_update_are_refused() -> None:
+    model = Classes(11)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(defer_logits(model).note_update)
+    kept, read = model(torch.arange(5)), model(torch.arange(5))
+    values = read.detach()
+    functional.cross_entropy(kept, torch.arange(5)).backward()
+    optimizer.step()
+    for late in (lambda: kept[:2] + 0, lambda: functional.cross_entropy(kept, torch.arange(5))):
+        with pytest.raises(InvalidArgument, match="before the weights were updated"):
+            late()
+    assert torch.equal(read.detach(), values)
+
+
+def on_gpu(fused_loss: bool | str) -> tuple[list[float], int]:
+    """Losses, and the most memory that a step took beyond what lay there before."""
+    model = Classes(65_536, width=64).cuda()
+    plan = Plan.from_dict({"training": {"fused_loss": fused_loss}, "precision": {"dtype": "bf16"}})
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=functional.cross_entropy)
+    ids = torch.arange(16_384).cuda()
+    losses = [engine.step((ids, ids.flip(0))) for _ in range(2)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    losses.append(engine.step((ids, ids.flip(0))))
+    return losses, torch.cuda.max_memory_allocated() - before
+
+
+def both_on_gpu() -> list[tuple[list[float], int]]:
+    return [on_gpu(False), on_gpu("auto")]
+
+
+@pytest.mark.ranks
+@pytest.mark.needs_cuda
+def test_by_default_a_large_head_never_has_whole_logits(world: World) -> None:
+    [(plain, most), (auto, fewer)] = world.run(both_on_gpu, num_ranks=1, backend="nccl")[0]
+    assert auto == pytest.approx(plain, rel=1e-3)
+    assert fewer < most - 2 * 16_384 * 65_536, "the logits alone take twice as much in bf16"

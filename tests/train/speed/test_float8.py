@@ -56,6 +56,14 @@ def test_what_cannot_be_computed_in_fp8_is_refused() -> None:
         names_of(EMULATED.replace(fp8_skip=("blocks.*.wrong",)))
 
 
+def test_narrow_layers_are_told_that_it_hardly_pays(caplog: pytest.LogCaptureFixture) -> None:
+    narrow, wide = nn.Sequential(nn.Linear(1024, 3072)), nn.Sequential(nn.Linear(2048, 6144), nn.Linear(2048, 64))
+    use_float8(wide, EMULATED, CPU)
+    assert caplog.messages == []
+    use_float8(narrow, EMULATED, CPU)
+    assert "fp8 hardly pays here" in caplog.text
+
+
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

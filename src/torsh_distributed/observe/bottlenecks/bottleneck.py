@@ -62,6 +62,17 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A setting with a known gain that the run did without."""
+
+    title: str
+    evidence: str
+    plan_change: str
+    gain_s: float
+    """Seconds of the mean step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunAnalysis:
     """What the events of a run say about its steps."""
 
@@ -81,6 +92,8 @@ class RunAnalysis:
     passes_per_step: float = 0.0
     """Forward passes of a rank; 0 where they are not seen."""
     bottlenecks: tuple[Bottleneck, ...] = field(default=())
+    suggestions: tuple[Suggestion, ...] = field(default=())
+    """What the ranks missed when they began: settings that were known to pay on their GPU."""
 
 
 def analyse(folder: Path) -> RunAnalysis:
@@ -112,8 +125,20 @@ def analyse(folder: Path) -> RunAnalysis:
         operations_per_step=statistics.fmean(one.num_operations for one in every),
         samples_per_step=statistics.fmean(samples) if samples else None,
         passes_per_step=statistics.fmean(one.num_passes for one in every),
+        suggestions=tuple(_suggestions(run, step_s)),
     )
     return with_bottlenecks(analysis, every, _of_memory(run))
+
+
+def _suggestions(run: RecordedRun, step_s: float) -> Iterator[Suggestion]:
+    """Each once, though every engine of a run repeats it."""
+    by_title = {record["title"]: record for _, record in run.of("suggestion")}
+    for title, record in by_title.items():
+        share, gain_s = record.get("gain"), record.get("gain_s")
+        saved_s = gain_s if gain_s is not None else (share or 0.0) * step_s
+        yield Suggestion(
+            title=title, evidence=record["evidence"], plan_change=record["plan_change"], gain_s=min(saved_s, step_s)
+        )
 
 
 def with_split_waits(parts: Mapping[str, float], late: Arrivals, num_steps: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, BottleneckType, RunAnalysis
+from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, BottleneckType, RunAnalysis, Suggestion
 from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE
 
 _SMALL_BYTES = 1 << 20
@@ -44,6 +44,7 @@ def recommend(found: RunAnalysis) -> list[Recommendation]:
 
 
 def _all(found: RunAnalysis) -> Iterator[Recommendation]:
+    yield from map(_of_suggestion, found.suggestions)
     kinds = {one.kind for one in found.bottlenecks}
     for bottleneck in found.bottlenecks:
         match bottleneck.kind:
@@ -55,6 +56,18 @@ def _all(found: RunAnalysis) -> Iterator[Recommendation]:
                 yield _of_loading(found, bottleneck.confidence)
             case BottleneckType.COMPUTE if found.passes_per_step >= 2 and BottleneckType.MEMORY not in kinds:
                 yield _of_passes(found, bottleneck.confidence)
+
+
+def _of_suggestion(one: Suggestion) -> Recommendation:
+    section, _, setting = one.plan_change.partition("]\n")
+    key, _, value = setting.partition(" = ")
+    return Recommendation(
+        title=one.title,
+        gain_s=one.gain_s,
+        reckoning=one.evidence,
+        plan_change=one.plan_change,
+        overrides={f"TORSH_PLAN__{section[1:].upper()}__{key.upper()}": value} if one.plan_change else {},
+    )
 
 
 def _of_late_rank(found: RunAnalysis, bottleneck: Bottleneck) -> Recommendation:

@@ -11,8 +11,25 @@ from torsh_distributed.plan.sections.mesh import SPLITS_BACKWARD
 _SPLITTING = ("mesh.shard", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep")
 
 
-def _compiles_model(plan: PlanSections) -> bool:
+def compiles_model(plan: PlanSections) -> bool:
+    """Whether the whole model is one graph."""
     return plan.compile.enabled and plan.compile.scope == "model"
+
+
+def splits_head(plan: PlanSections) -> bool:
+    """Whether no rank has the whole head and the loss."""
+    return max(plan.mesh.tp, plan.mesh.pp) > 1
+
+
+def searches_graph(plan: PlanSections) -> bool:
+    """Whether torch's DDP looks for parameters behind the model's output."""
+    return plan.ddp.find_unused_parameters or plan.ddp.static_graph
+
+
+def can_fuse_loss(plan: PlanSections) -> bool:
+    """Whether `training.fused_loss = "auto"` may turn itself on: no rule below is against it, and the head stays
+    in memory until the loss is known."""
+    return not (splits_head(plan) or compiles_model(plan) or searches_graph(plan) or pages_model(plan))
 
 
 def _has_parts(plan: PlanSections) -> bool:
@@ -24,14 +41,14 @@ SPEED_RULES = (
     CompatibilityRule(
         name="compiled-model-in-parts",
         keys=("compile.scope", *_SPLITTING),
-        clashes=lambda plan: _compiles_model(plan) and _has_parts(plan),
+        clashes=lambda plan: compiles_model(plan) and _has_parts(plan),
         reason="shards, stages and experts communicate between layers, where one graph would have to break",
         way_out='set compile.scope = "layers"',
     ),
     CompatibilityRule(
         name="compiled-model-with-recomputation",
         keys=("compile.scope", "activation.strategy"),
-        clashes=lambda plan: _compiles_model(plan) and plan.activation.strategy != "none",
+        clashes=lambda plan: compiles_model(plan) and plan.activation.strategy != "none",
         reason="layers inside one graph cannot be recomputed one by one; torch already recomputes what is cheap",
         way_out='set compile.scope = "layers", or activation.strategy = "none"',
     ),
@@ -83,7 +100,7 @@ SPEED_RULES = (
         name="cuda-graphs-with-accumulation",
         keys=("compile.cuda_graphs", "training.gradient_accumulation"),
         clashes=lambda plan: (
-            _compiles_model(plan) and plan.compile.cuda_graphs and plan.training.gradient_accumulation > 1
+            compiles_model(plan) and plan.compile.cuda_graphs and plan.training.gradient_accumulation > 1
         ),
         reason="a replayed backward writes its gradients over those of the pass before",
         way_out="set compile.cuda_graphs = false, or training.gradient_accumulation = 1",
@@ -105,21 +122,21 @@ SPEED_RULES = (
     CompatibilityRule(
         name="fused-loss-of-split-head",
         keys=("training.fused_loss", "mesh.tp", "mesh.pp"),
-        clashes=lambda plan: plan.training.fused_loss and max(plan.mesh.tp, plan.mesh.pp) > 1,
+        clashes=lambda plan: plan.training.fused_loss is True and splits_head(plan),
         reason="mesh.tp splits the head itself, and a pipeline hands the output of its last stage on",
         way_out="leave training.fused_loss out, or split over mesh.dp and mesh.shard",
     ),
     CompatibilityRule(
         name="fused-loss-in-compiled-model",
         keys=("training.fused_loss", "compile.scope"),
-        clashes=lambda plan: plan.training.fused_loss and _compiles_model(plan),
+        clashes=lambda plan: plan.training.fused_loss is True and compiles_model(plan),
         reason="the head would be inside the graph, which returns whole logits",
         way_out='set compile.scope = "layers", or call linear_cross_entropy in the model itself',
     ),
     CompatibilityRule(
         name="fused-loss-with-searched-graph",
         keys=("training.fused_loss", "ddp.find_unused_parameters", "ddp.static_graph"),
-        clashes=lambda plan: plan.training.fused_loss and (plan.ddp.find_unused_parameters or plan.ddp.static_graph),
+        clashes=lambda plan: plan.training.fused_loss is True and searches_graph(plan),
         reason="the graph is searched from the model's output, before the loss uses its head",
         way_out="set ddp.find_unused_parameters and ddp.static_graph to false, or leave training.fused_loss out",
     ),

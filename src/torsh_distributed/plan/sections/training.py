@@ -139,9 +139,10 @@ class TrainingConfig(Section):
     """Kernel of scaled_dot_product_attention that is tried first on a GPU; the others follow where it does not apply.
     `auto` leaves the order to torch."""
 
-    fused_loss: bool = False
+    fused_loss: bool | Literal["auto"] = "auto"
     """Compute the model's head and its cross-entropy together, some tokens at a time: the logits of a large vocabulary
-    never exist whole. Works with losses that end in torch's cross_entropy, as those of transformers do."""
+    never exist whole. Works with losses that end in torch's cross_entropy, as those of transformers do. `auto` does so
+    on a GPU from 16,384 classes on, where the rest of the plan allows it, and stops if the loss asks for the logits."""
 
     log_every: int = Field(default=10, ge=1)
     """Steps between progress lines."""

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.models.wrapping import repeated_layers
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.models.wrapping import pieces_of, repeated_layers
 from torsh_distributed.parallel.torch_internals import tree_map_only
+from torsh_distributed.plan import Plan
+from torsh_distributed.plan.compatibility.speed_rules import can_fuse_loss
 from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy
 from torsh_distributed.train.torch_internals import DisableTorchFunctionSubclass
 
@@ -29,13 +31,16 @@ _FACTS = {
     Tensor.__len__,
 }
 """What is known without values."""
+_LARGE = 16_384
+"""Classes from which on `auto` defers: below, whole logits are no more than a layer's activations."""
 
 
 class DeferredLogits(Tensor):
     """The output of a linear head, of which only the inputs are kept.
 
     Views that leave classes together, slices of tokens and `float()` stay deferred; `cross_entropy` computes the loss
-    without the logits. Any other use computes them, once, and continues with a plain tensor.
+    without the logits. Any other use computes them, once, and continues with a plain tensor. After an update they
+    would be those of other weights: then both are refused.
     """
 
     _hidden: Tensor
@@ -43,6 +48,8 @@ class DeferredLogits(Tensor):
     _bias: Tensor | None
     _compute_dtype: torch.dtype
     _whole: Tensor | None
+    _head: DeferredHead | None
+    _num_updates: int
 
     @staticmethod
     def __new__(
@@ -53,12 +60,14 @@ class DeferredLogits(Tensor):
         *,
         compute_dtype: torch.dtype,
         dtype: torch.dtype,
+        head: DeferredHead | None = None,
     ) -> Self:
         """Logits of `hidden`: products in `compute_dtype`, and of this `dtype` to those who ask."""
         shape = (*hidden.shape[:-1], weight.shape[0])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made._hidden, made._weight, made._bias = hidden, weight, bias
         made._compute_dtype, made._whole = compute_dtype, None
+        made._head, made._num_updates = head, 0 if head is None else head.num_updates
         assert isinstance(made, cls)
         return made
 
@@ -70,6 +79,9 @@ class DeferredLogits(Tensor):
     def whole(self) -> Tensor:
         """The logits themselves."""
         if self._whole is None:
+            self.require_current()
+            if self._head is not None:
+                self._head.was_asked = True
             kind = self._hidden.device.type
             with torch.autocast(kind, enabled=False):
                 dtype = self._compute_dtype
@@ -79,12 +91,28 @@ class DeferredLogits(Tensor):
                 self._whole = logits.to(self.dtype)
         return self._whole
 
+    def require_current(self) -> None:
+        """Raise InvalidArgument if the weights were updated since the forward."""
+        if self._head is not None and self._head.num_updates != self._num_updates:
+            raise InvalidArgument(
+                "these logits were not computed before the weights were updated",
+                hint="use them before the step ends, or set training.fused_loss = false",
+                key="training.fused_loss",
+            )
+
     def _with_hidden(self, hidden: Tensor, *, dtype: torch.dtype | None = None) -> DeferredLogits:
         with DisableTorchFunctionSubclass():
             own = self.dtype
-        return DeferredLogits(
-            hidden, self._weight, self._bias, compute_dtype=self._compute_dtype, dtype=own if dtype is None else dtype
+        made = DeferredLogits(
+            hidden,
+            self._weight,
+            self._bias,
+            compute_dtype=self._compute_dtype,
+            dtype=own if dtype is None else dtype,
+            head=self._head,
         )
+        made._num_updates = self._num_updates
+        return made
 
     @classmethod
     @override
@@ -115,7 +143,9 @@ class DeferredLogits(Tensor):
 def _deferred(
     func: Callable[..., Any], logits: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """What `func` gives without the logits, or None if it needs them."""
+    """What `func` gives without the logits, or None if it needs them or somebody has made them already."""
+    if logits._whole is not None:
+        return None
     if func is functional.cross_entropy:
         return _loss(logits, *args, **kwargs)
     if func in _SAME:
@@ -154,6 +184,7 @@ def _loss(
     is_class_numbers = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not is_usual or not is_class_numbers or reduction not in ("mean", "sum"):
         return None
+    logits.require_current()
     with torch.autocast(logits.device.type, dtype=logits._compute_dtype, enabled=_is_low(logits._compute_dtype)):
         return linear_cross_entropy(
             logits._hidden,
@@ -190,8 +221,25 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     return found[0] if len(found) == 1 else None
 
 
-def defer_logits(model: nn.Module) -> str:
-    """Let the model's head return DeferredLogits, in place; returns its name. Refuses a model without one head."""
+def should_defer(model: nn.Module, plan: Plan, device: torch.device) -> bool:
+    """Whether the plan wants the model's logits deferred; `auto` does on a GPU, for a large head that can be."""
+    if plan.training.fused_loss != "auto":
+        return plan.training.fused_loss
+    found = find_head(model) if device.type == "cuda" and can_fuse_loss(plan) else None
+    if found is None:
+        return False
+    name, head = found
+    # A head that is gathered by itself is gone when the loss is computed.
+    pieces = pieces_of(model, plan.fsdp) if plan.mesh.shard > 1 else {}
+    is_apart = any(name == piece or name.startswith(f"{piece}.") for piece in pieces)
+    return type(head) is nn.Linear and "forward" not in vars(head) and head.out_features >= _LARGE and not is_apart
+
+
+def defer_logits(model: nn.Module, *, stops_if_asked: bool = False) -> DeferredHead:
+    """Let the model's head return DeferredLogits, in place. Refuses a model without one head.
+
+    `stops_if_asked`: only where gradients are computed, and no more once anything has asked for the logits.
+    """
     found = find_head(model)
     if found is None:
         raise ConfigurationError(
@@ -200,18 +248,34 @@ def defer_logits(model: nn.Module) -> str:
             " instead, or give the model a get_output_embeddings() that returns its head",
             key="training.fused_loss",
         )
-    name, head = found
-    head.forward = _DeferredHead(head)  # type: ignore[method-assign, assignment]  # names and hooks stay
-    return name
+    head = found[1]
+    deferred = DeferredHead(head, stops_if_asked=stops_if_asked)
+    head.forward = deferred  # type: ignore[method-assign, assignment]  # names and hooks stay
+    return deferred
 
 
-class _DeferredHead:
+class DeferredHead:
     """The head's forward: keeps its input, and the weight as it is at this moment, gathered if it is sharded."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, *, stops_if_asked: bool = False) -> None:
         self._head = head
+        self._stops_if_asked = stops_if_asked
+        self.was_asked = False
+        """Whether anything has needed the logits themselves."""
+        self.num_updates = 0
+        """Updates of the weights so far."""
+
+    def note_update(self, *_: Any) -> None:
+        """The weights have changed; a hook of the optimizer."""
+        self.num_updates += 1
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Logits that wait; plain ones in a graph of torch.compile, and where `auto` does not defer."""
+        is_stopped = self._stops_if_asked and (self.was_asked or not torch.is_grad_enabled())
+        if is_stopped or torch.compiler.is_compiling():
+            logits: Tensor = type(self._head).forward(self._head, hidden, *args, **kwargs)
+            return logits
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._head.weight.dtype
-        return DeferredLogits(hidden, self._head.weight, self._head.bias, compute_dtype=dtype, dtype=dtype)
+        weight, bias = self._head.weight, self._head.bias
+        return DeferredLogits(hidden, weight, bias, compute_dtype=dtype, dtype=dtype, head=self)

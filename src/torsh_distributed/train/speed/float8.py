@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from torsh_distributed.parallel.models.wrapping import matching
 from torsh_distributed.plan.sections.training import PrecisionConfig
 from torsh_distributed.train.speed.deferred_logits import find_head
 
+_log = logging.getLogger(__name__)
+
+_WIDE = 2048
+"""From this width on fp8 products gained more than their conversions cost, on an H200."""
 _MULTIPLE = 16
 """Sizes that the hardware's fp8 products take."""
 _FIRST_CAPABILITY = (8, 9)
@@ -50,6 +55,7 @@ def use_float8(model: nn.Module, config: PrecisionConfig, device: torch.device) 
             hint=f'use "bf16"; fp8 takes linear layers other than the head whose sizes are multiples of {_MULTIPLE}',
             key="precision.dtype",
         )
+    _warn_of_narrow(model, chosen)
     is_training = {name: model.get_submodule(name).training for name in chosen}
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in is_training)
     for name, flag in is_training.items():
@@ -57,6 +63,19 @@ def use_float8(model: nn.Module, config: PrecisionConfig, device: torch.device) 
         if device.type == "cpu":
             module.register_forward_pre_hook(_in_autocast_dtype)
     return chosen
+
+
+def _warn_of_narrow(model: nn.Module, chosen: list[str]) -> None:
+    """Say so where most of the products are too small to gain from 8 bits."""
+    layers = [one for one in map(model.get_submodule, chosen) if isinstance(one, nn.Linear)]
+    sizes = [(min(one.in_features, one.out_features), one.weight.numel()) for one in layers]
+    narrow = sum(numel for width, numel in sizes if width < _WIDE)
+    if 2 * narrow > sum(numel for _, numel in sizes):
+        _log.warning(
+            "fp8 hardly pays here: most products are narrower than %s; on an H200 it made a Qwen3-0.6B of width 1024"
+            " 1.02 times as fast as bf16, a Qwen3-1.7B of width 2048 1.18 times",
+            _WIDE,
+        )
 
 
 def _in_autocast_dtype(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
