@@ -60,7 +60,10 @@ COMMANDS = {
         "torsh_distributed.cli.trace.tune_command",
         "Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true.",
     ),
-    "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
+    "bench": (
+        "torsh_distributed.cli.bench.app",
+        "Measure this machine: operations and links, backends, compression, the network.",
+    ),
     "checkpoint": (
         "torsh_distributed.cli.checkpoint.commands",
         "Look at checkpoints, verify, compare, remove and exchange them.",

@@ -17,7 +17,7 @@ COMMANDS = {
     ),
     "machine": (
         "torsh_distributed.cli.bench.machine",
-        "Measure what operations and links of this machine cost, for the planner.",
+        "Measure products, attention, memory, launches, the update and links, and keep them for the planner.",
     ),
     "network": (
         "torsh_distributed.cli.bench.network",

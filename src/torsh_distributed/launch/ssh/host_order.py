@@ -63,7 +63,12 @@ class HostOrder:
 def _adapter() -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(HostOrder)
+    from torsh_distributed.plan.sections.green import GreenConfig
+
+    adapter = TypeAdapter(HostOrder)
+    # A spec names this type for type checkers alone: launchers start without pydantic.
+    adapter.rebuild(_types_namespace={"GreenConfig": GreenConfig})
+    return adapter
 
 
 def carried_variables(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
