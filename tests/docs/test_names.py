@@ -9,6 +9,7 @@ import pytest
 from tests.docs.names import FOREIGN, Mention, mentions, mentions_in, problem_of
 
 
+@pytest.mark.slow
 def test_what_stands_in_backticks_exists() -> None:
     wrong = [(mention, problem_of(mention)) for mention in mentions()]
     assert [f"{mention.place}: `{mention.text}`: {problem}" for mention, problem in wrong if problem] == []

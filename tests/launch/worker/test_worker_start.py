@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torsh_distributed.launch.worker import worker_start
+
+pytestmark = pytest.mark.ranks
 
 # Asks on and on, until the worker is gone: also while Python takes its handlers away at the end.
 _ASKING = """

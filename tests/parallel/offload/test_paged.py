@@ -14,6 +14,8 @@ from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument, IoError, MemoryAllocationFailed
 from torsh_distributed.parallel.offload import PagedDataParallel
 
+pytestmark = pytest.mark.slow
+
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
     "on demand": {"prefetch_buffer_size": 0},

@@ -87,6 +87,7 @@ def test_losses_and_norms_are_those_of_one_process(
                 assert norm == pytest.approx(true_norm, rel=1e-3, abs=1e-4), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_golden_files_are_what_one_process_gets(name: str) -> None:
     for (loss, norm), (true_loss, true_norm) in zip(train_alone(name), golden(name), strict=True):
