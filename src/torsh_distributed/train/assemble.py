@@ -33,7 +33,9 @@ from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_clos
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer
+from torsh_distributed.train.comparing.forward_changes import ForwardChanges
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.train.gradient_hooks import GradientHooks
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
 from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
@@ -88,6 +90,8 @@ def parallelize(
     note_fact("total_steps", chosen.training.steps)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
+    num_passes = chosen.training.gradient_accumulation
+    hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
     stored = _stored_weights(model, weights, param_init_fn)
     keep_no_cache_in_training(model)
     cast_buffers(model, chosen.precision)
@@ -121,10 +125,17 @@ def parallelize(
         statistics.is_borrowed = lambda: engine.loss.is_borrowed
     _agree_on_optimizer(engine)
     engine.comparison = comparison
+    if hooks is not None:
+        hooks.check(strategy, chosen)
+        engine.gradient_hooks = hooks
     engine.settings = {**settings, "data": None}
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
     _suggest(engine)
+    if strategy.data_degree * num_passes > 1:
+        engine.forward_changes = ForwardChanges(
+            strategy.unwrapped, num_passes=num_passes, asks_others=engine.elastic is None
+        )
     return engine
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
     from torsh_distributed.train.checkpointing import EngineCheckpoints
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
+    from torsh_distributed.train.comparing.forward_changes import ForwardChanges
+    from torsh_distributed.train.gradient_hooks import GradientHooks
     from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
@@ -128,6 +130,10 @@ class Engine:
         """Under our launcher: what takes changes of the plan between two updates."""
         self.comparison: FirstBatchComparison | None = None
         """Until the first batch, for a model that is split: what compares it with one process."""
+        self.forward_changes: ForwardChanges | None = None
+        """For the first two updates: what looks for state that forwards change."""
+        self.gradient_hooks: GradientHooks | None = None
+        """The user's hooks on parameters, where gradients are not whole when autograd has them."""
         self.settings: dict[str, Any] = {}
         """What this rank was started with, plain values: all ranks have the same, and those that join later."""
         self.feed = BatchFeed(self.ledger, self.device, lambda: self.strategy)
@@ -257,6 +263,8 @@ class Engine:
         if self.comparison is not None and torch.is_grad_enabled():
             comparison, self.comparison = self.comparison, None
             comparison.run(self.loss, self._setting, to_device(whole, self.device))
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.take_late(self.strategy.whole_model)
         if update.weights is None:
             update.weights = self.loss.begin(
                 self._setting, whole, pieces, evenness=self.feed.evenness, is_again=update.is_again
@@ -269,6 +277,7 @@ class Engine:
             attending_with(self.plan.training.attention),
             self.precision.computing(),
             stream_of(self._random_part, self.device),
+            nullcontext() if self.forward_changes is None else self.forward_changes.watching(),
         ):
             return self.loss.compute(
                 self.strategy, self.model, self.loss.guarded(batch, is_counted=update.weights.is_counted)
@@ -322,6 +331,8 @@ class Engine:
                 if update.weights is not None and update.weights.correction is not None:
                     self.strategy.scale_gradients(update.weights.correction)
                 is_done = self.precision.unscale(self.optimizer)
+                if self.gradient_hooks is not None and is_done:
+                    self.gradient_hooks.run(self.strategy)
                 with (
                     self._clipped(clip=is_done, is_scaled=scale is not None) as norm,
                     self.learning_rate.updating(self.num_steps) as rate,
@@ -338,6 +349,8 @@ class Engine:
         else:
             self.num_skipped += 1
         self._unread_norm = self.last_norm = norm
+        if self.forward_changes is not None and self.forward_changes.update_done():
+            self.forward_changes = None
         self.ledger.commit(self.num_steps - int(is_done))
         if self.changes is not None:
             self.changes.update_done()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,8 @@ class _Answer:
     """Shapes of the parameters that the loss itself reads, by name."""
     changed: Mapping[str, Tensor] | None = None
     """What forward left in the buffers that it changes, by name."""
+    moved: Sequence[str] = ()
+    """Parameters and numbers that forward changes."""
 
 
 class FirstBatchComparison:
@@ -199,7 +201,7 @@ class FirstBatchComparison:
                 shapes = {name: tuple(grad.shape) for name, grad in whole.gradients().items()}
                 tensors = [leaf.cpu() for leaf in tree_leaves(chosen) if isinstance(leaf, Tensor)]
                 changed = {name: value.cpu() for name, value in whole.changed.items()}
-                return _Answer(None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed)
+                return _Answer(None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed, whole.moved)
         return _Answer(f"the whole model does not run on its first batch ({said})")
 
     @property
@@ -315,6 +317,13 @@ class FirstBatchComparison:
         everyone = all_gather_object([mine[:1], norms[:1] if splits else []])
         changed = next((names[0] for names, _ in everyone if names), None)
         batch_norm = next((names[0] for _, names in everyone if names), None)
+        if answer.moved and self._plan.mesh.pp > 1 and process_group.rank() == 0:
+            _log.warning(
+                "%s: forward changes %s, which a pipeline does for each microbatch, or not at all: losses that depend"
+                " on it differ from those of one process; change it after the step",
+                self._kind,
+                ", ".join(answer.moved[:3]),
+            )
         what = "a rank's positions" if self._plan.mesh.cp > 1 else "a microbatch"
         if process_group.rank() == 0 and (changed is not None or batch_norm is not None):
             _log.warning(

@@ -14,6 +14,7 @@ from typing_extensions import override
 from torsh_distributed.parallel.expert.layer import auxiliary_loss, moe_layers, staged_auxiliary_loss
 from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.train.batches import Batch
+from torsh_distributed.train.comparing.forward_changes import ForwardState
 from torsh_distributed.train.loss import LossFn, loss_of
 
 
@@ -38,6 +39,8 @@ class WholeCopy:
         """Shapes of the parameters that the losses of its runs have read, by name."""
         self.changed: dict[str, Tensor] = {}
         """The buffers that the last run has changed, by name."""
+        self.moved: list[str] = []
+        """Names of the parameters and numbers that its forward has changed."""
 
     @property
     def num_bytes(self) -> int:
@@ -84,10 +87,10 @@ class WholeCopy:
     def run(self, batch: Batch, loss_fn: LossFn | None) -> float:
         """The loss of `batch`; gradients are in the parameters."""
         self.model.zero_grad(set_to_none=True)
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        before = ForwardState(self.model)
         loss = self.loss(batch, loss_fn)
-        after = dict(self.model.named_buffers())
-        self.changed = {name: one.clone() for name, one in after.items() if not torch.equal(one, before[name])}
+        self.changed = {name: one.clone() for name, one in before.changed_buffers().items()}
+        self.moved = [name for name in before.changed() if name not in self.changed]
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         return float(loss.detach())
 

@@ -41,6 +41,7 @@ def check_coupled_samples(model: nn.Module, plan: Plan, *, data_degree: int) -> 
             " load-balancing loss is over the batch of all ranks",
             keys=("mesh.dp", "mesh.shard", "training.gradient_accumulation"),
         )
+    _refuse_embeddings(model, data_degree=data_degree, passes=passes)
     names = batch_norms(model)
     if not names or process_group.rank() != 0:
         return
@@ -59,6 +60,27 @@ def check_coupled_samples(model: nn.Module, plan: Plan, *, data_degree: int) -> 
             len(names),
             names[0],
         )
+
+
+def _refuse_embeddings(model: nn.Module, *, data_degree: int, passes: int) -> None:
+    """Embeddings that look at all ids of a batch: ranks change or weigh the rows of their own ids only."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.weight.requires_grad:
+            continue
+        if module.max_norm is not None and data_degree > 1:
+            raise ConfigurationError(
+                f"the embedding {name} has max_norm: forward shortens the rows it reads, and each of {data_degree} ranks"
+                " reads others, so that their weights would drift apart",
+                hint="leave max_norm out and shorten all rows after the step, or train with mesh.dp = 1",
+                keys=("mesh.dp", "mesh.shard"),
+            )
+        if module.scale_grad_by_freq:
+            raise ConfigurationError(
+                f"the embedding {name} has scale_grad_by_freq: it divides gradients by how often an id is in the batch,"
+                f" and {data_degree} ranks and {passes} passes see only their own part of it",
+                hint="leave scale_grad_by_freq out, or train with one rank and one pass",
+                keys=("mesh.dp", "mesh.shard", "training.gradient_accumulation"),
+            )
 
 
 Path = tuple[str | int, ...]

@@ -1,0 +1,148 @@
+"""What a model's forward changes in the model: statistics of its own, a codebook, a count of calls.
+
+In one process it sees every sample, once a step. Ranks see their own samples, and a step of several passes runs it
+several times, so such state, and losses that depend on it, differ from one process: the first rank says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.torch_internals import _BatchNorm
+
+_log = logging.getLogger(__name__)
+
+
+class ForwardState:
+    """What a forward may change, as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._numbers = dict(_numbers(model))
+        self._buffers = {name: buffer.clone() for name, buffer in _buffers(model)}
+        self._versions = {name: param._version for name, param in _whole_params(model)}
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """The buffers that have other values now, by name; those of batch norms too."""
+        return {
+            name: buffer
+            for name, buffer in _buffers(self._model)
+            if name in self._buffers and not torch.equal(buffer, self._buffers[name])
+        }
+
+    def changed(self) -> dict[str, float]:
+        """A number for each buffer, parameter and attribute that is another now; batch norms have their own rules."""
+        norms = {name for name, module in self._model.named_modules() if isinstance(module, _BatchNorm)}
+        buffers = {
+            name: _fingerprint(buffer)
+            for name, buffer in self.changed_buffers().items()
+            if name.rpartition(".")[0] not in norms
+        }
+        params = {
+            name: _fingerprint(param)
+            for name, param in _whole_params(self._model)
+            if self._versions.get(name, param._version) != param._version
+        }
+        numbers = {name: one for name, one in _numbers(self._model) if self._numbers.get(name, one) != one}
+        return {plain_name(name): value for name, value in (buffers | params | numbers).items()}
+
+
+class ForwardChanges:
+    """Watches the forwards of the first two updates, and warns of what all of them have changed.
+
+    What only the first one changes is an initialisation, such as a table of positions.
+    """
+
+    def __init__(self, model: nn.Module, *, num_passes: int, asks_others: bool) -> None:
+        self._model, self._num_passes, self._asks_others = model, num_passes, asks_others
+        self._changed: dict[str, float] | None = None
+        """By all forwards so far, with the values after the last one."""
+        self._num_updates = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a forward."""
+        before = ForwardState(self._model)
+        yield
+        changed, seen = before.changed(), self._changed
+        self._changed = changed if seen is None else {name: one for name, one in changed.items() if name in seen}
+
+    def update_done(self) -> bool:
+        """After an update: whether that was the last one to watch. Every rank calls this.
+
+        Not after a forward: a rank that ran out of memory repeats its forwards, and others do not.
+        """
+        self._num_updates += 1
+        if self._num_updates < 2:
+            return False
+        self._tell(self._changed or {})
+        return True
+
+    def _tell(self, mine: dict[str, float]) -> None:
+        everyone = all_gather_object(mine) if self._asks_others else [mine]
+        names = sorted({name for one in everyone for name in one})
+        own = [name for name in names if len({_rounded(one.get(name, math.nan)) for one in everyone}) > 1]
+        if process_group.rank() != 0 or not names:
+            return
+        if own:
+            _log.warning(
+                "%s changes in forward, and every rank has its own value, of its own samples: losses that depend on it"
+                " differ from those of one process; compute it from the samples of all ranks (td.all_reduce in"
+                " forward), or change it after the step",
+                ", ".join(own[:3]),
+            )
+        elif self._num_passes > 1:
+            _log.warning(
+                "%s changes in every forward, and a step has %d of them: losses that depend on it differ from those of"
+                " one pass; change it after the step, or set training.gradient_accumulation = 1",
+                ", ".join(names[:3]),
+                self._num_passes,
+            )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in _own_modules(model):
+        yield from ((f"{prefix}{name}", one) for name, one in module.named_buffers(recurse=False) if not one.is_meta)
+
+
+def _whole_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are no shards: sharding writes those itself."""
+    for prefix, module in _own_modules(model):
+        for name, param in module.named_parameters(recurse=False):
+            if not param.is_meta and not hasattr(param, "to_local"):
+                yield f"{prefix}{name}", param
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    for prefix, module in _own_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield f"{prefix}{name}", value
+
+
+def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """With the start of their members' names: the user's; our own keep their state right under every plan."""
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("torsh_distributed."):
+            yield f"{name}." if name else "", module
+
+
+def _fingerprint(tensor: Tensor) -> float:
+    """A number that two different tensors do not share, but for a rare chance."""
+    values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    flat = values.double().flatten()
+    return float(flat @ torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device))
+
+
+def _rounded(value: float) -> str:
+    """As text that is equal for numbers which differ by rounding only."""
+    return f"{value:.5g}"

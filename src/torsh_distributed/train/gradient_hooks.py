@@ -1,0 +1,110 @@
+"""Hooks that users put on parameters, run on the gradient of all samples, as in one process.
+
+Autograd runs them on what a rank has at that moment: the gradient of its own samples, of one microbatch, of a piece of
+the parameter. A sharded parameter is a new tensor, whose hooks are none at all. So they are taken off before the model
+is spread, and run before the update on the whole gradient, which is gathered for the parameters that have hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.state.whole_state import named_params, plain_name
+from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.plan import Plan
+
+Hooks = MutableMapping[int, Callable[[Any], Any]]
+"""By the number of the handle that removes one, as torch keeps them."""
+
+
+@dataclass
+class _ParamHooks:
+    """The hooks of one parameter. Torch's own tables stay, so that a user's handle can still remove one."""
+
+    shape: torch.Size
+    on_gradient: list[tuple[Hooks, Hooks]] = field(default_factory=list)
+    """Torch's table, and what was in it."""
+    on_param: list[tuple[Hooks, Hooks]] = field(default_factory=list)
+    """The same of `register_post_accumulate_grad_hook`."""
+
+
+class GradientHooks:
+    """The users' hooks on a model's parameters, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take over the hooks of a model that is about to be spread."""
+        self._by_name: dict[str, _ParamHooks] = {}
+        self._has_begun = False
+        for name, param in model.named_parameters():
+            self._take(name, param, param._backward_hooks, "on_gradient")
+            self._take(name, param, param._post_accumulate_grad_hooks, "on_param")
+
+    def take_late(self, model: nn.Module) -> None:
+        """Take over the hooks that were put on parameters since, before the first step; later calls do nothing."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        for name, param in model.named_parameters():
+            self._take(plain_name(name), param, param._backward_hooks, "on_gradient")
+
+    def _take(self, name: str, param: Tensor, table: Hooks | None, kind: str) -> None:
+        found = {number: hook for number, hook in (table or {}).items() if hook is not _nothing}
+        if not found or table is None:
+            return
+        hooks = self._by_name.setdefault(name, _ParamHooks(param.shape))
+        getattr(hooks, kind).append((table, found))
+        for number in found:
+            table[number] = _nothing
+
+    def check(self, strategy: Strategy, plan: Plan) -> None:
+        """Refuse hooks on gradients that leave during backward, and on parameters of which this rank has a part."""
+        if plan.offload.enabled and self._by_name:
+            raise ConfigurationError(
+                f"{next(iter(self._by_name))} has a gradient hook, and offload takes gradients away during backward",
+                hint="remove the hook, or set offload.enabled = false",
+                key="offload.enabled",
+            )
+        params = named_params(strategy.whole_model)
+        for name, hooks in self._by_name.items():
+            param = params.get(name)
+            is_whole = param is not None and param.shape == hooks.shape and not hasattr(param, "to_local")
+            if hooks.on_param and not is_whole:
+                raise ConfigurationError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook(), which would be called with a part of"
+                    " the parameter",
+                    hint="use param.register_hook(hook): it gets the whole gradient under every plan; or set mesh.dp",
+                    parameter=name,
+                )
+
+    def run(self, strategy: Strategy) -> None:
+        """Replace gradients by what the hooks make of them; every rank calls this, with gradients of all samples."""
+        if not self._by_name:
+            return
+        params, parts = named_params(strategy.whole_model), strategy.state_parts()
+        for name, hooks in self._by_name.items():
+            param = params[name]
+            before = param.grad
+            gradient = strategy.whole_gradient(name, torch.zeros_like(param) if before is None else before)
+            for hook in _current(hooks.on_gradient):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if before is None and (param.is_meta or not gradient.any()):
+                continue  # another stage's, or not part of this loss: the optimizer leaves it alone
+            param.grad = parts.part(name, gradient, param).to(param.dtype)
+            for hook in _current(hooks.on_param):
+                hook(param)
+
+
+def _current(taken: list[tuple[Hooks, Hooks]]) -> list[Callable[[Any], Any]]:
+    """The hooks whose handles have not removed them."""
+    return [hook for table, found in taken for number, hook in found.items() if number in table]
+
+
+def _nothing(_: Any) -> None:
+    """In the place of a hook that was taken over."""
