@@ -12,7 +12,9 @@ __all__, __getattr__, __dir__ = _exports(__name__)
 
 MEMBERS = {
     "torch._dynamo": "whether it is in use, without importing it",
+    "torch.Tensor._backward_hooks": "a user's hooks, run later on the whole gradient",
     "torch.Tensor._make_wrapper_subclass": "logits that are not computed yet",
+    "torch.Tensor._post_accumulate_grad_hooks": "the same of hooks that get the parameter",
     "torch.UntypedStorage._cdata": "the identity of a storage",
     "torch.amp.GradScaler._unscale_grads_": "extended: shards on the CPU",
     "torch.nn.Module._buffers": "buffers of a copy, put back after a comparison",

@@ -223,3 +223,52 @@ def test_mistakes_are_refused_on_every_rank_before_the_first_step(world: World) 
         for (case, expected), text in zip(REFUSALS.items(), texts, strict=True):
             assert expected in text, case
             assert "hint:" in text
+
+
+class Penalised(nn.Module):
+    """Adds the squares of its parameters to every output."""
+
+    def __init__(self, *, is_gathered: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.is_gathered = is_gathered
+
+    def forward(self, values: Tensor) -> Tensor:
+        penalty: Any = sum(param.square().sum() for param in self.layers.parameters())
+        if self.is_gathered and hasattr(penalty, "full_tensor"):
+            penalty = penalty.full_tensor()
+        return torch.cat([self.layers(values), penalty.expand(len(values), 1)], dim=1)
+
+
+def penalised_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs[:, :4], targets) + 0.1 * outputs[:, 4].mean()
+
+
+def penalised(is_gathered: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Penalised(is_gathered=is_gathered)
+    plan = Plan(mesh={"shard": 2}, fsdp={"wrap_names": ["layers"]}, training={"steps": 3, "batch_size": 4})
+    engine = parallelize(model, lambda params: torch.optim.SGD(params, lr=0.5), plan, loss_fn=penalised_loss)
+    return [engine.step(batch) for batch in engine.batches(penalised_batches())]
+
+
+def penalised_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(4, 6, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(3)]
+
+
+def test_parameters_that_are_read_elsewhere_are_gathered_or_refused(world: World) -> None:
+    torch.manual_seed(0)
+    model = Penalised(is_gathered=False)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for inputs, targets in penalised_batches():
+        optimizer.zero_grad()
+        loss = penalised_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in world.run(penalised, True, backend="torsh"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    for outcome in world.outcomes(penalised, False, backend="torsh"):
+        assert isinstance(outcome.error, TorshError)
+        assert "reads parameters outside of the module they belong to" in str(outcome.error)

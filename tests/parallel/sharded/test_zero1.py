@@ -44,3 +44,13 @@ def step_with_closure() -> None:
 
 def test_a_closure_is_refused(world: World) -> None:
     world.run(step_with_closure)
+
+
+def train_sparse() -> None:
+    plan = Plan.from_dict({"mesh": {"dp": 1, "shard": -1}, "fsdp": {"strategy": "shard_optimizer"}})
+    with pytest.raises(InvalidArgument, match="gradients of 0 are sparse"):
+        parallelize(nn.Sequential(nn.Embedding(8, 4, sparse=True)), torch.optim.SGD, plan)
+
+
+def test_sparse_gradients_are_refused(world: World) -> None:
+    world.run(train_sparse)

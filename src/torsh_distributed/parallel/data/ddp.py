@@ -429,3 +429,14 @@ def sparse_modules(module: nn.Module) -> list[str]:
     """Names of the embeddings whose gradients are sparse."""
     kinds = nn.Embedding | nn.EmbeddingBag
     return [name for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+
+
+def refuse_sparse_shards(module: nn.Module) -> None:
+    """Sharding reduces and updates pieces of dense gradients."""
+    sparse = [name for name in sparse_modules(module) if module.get_submodule(name).weight.requires_grad]
+    if sparse:
+        raise InvalidArgument(
+            f"the gradients of {', '.join(sparse)} are sparse, and sparse gradients cannot be sharded",
+            hint="build these modules with sparse=False and use Adam in place of SparseAdam, or use mesh.dp",
+            modules=sparse,
+        )

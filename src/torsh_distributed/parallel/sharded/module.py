@@ -21,7 +21,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.compressor_state import stream_of
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.data.ddp import sparse_modules
+from torsh_distributed.parallel.data.ddp import refuse_sparse_shards
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.config = config or FsdpConfig()
         _check_strategy(self.config)
-        _refuse_sparse(module)
+        refuse_sparse_shards(module)
         device = process_group.device() if is_on_meta(module) else check_one_device(module)
         self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type, group=group)
         self.compressor = _compressor(compression, self.mesh, seed)
@@ -352,17 +352,6 @@ def _check_strategy(config: FsdpConfig) -> None:
         raise InvalidArgument(
             f"FullyShardedDataParallel shards parameters, which fsdp.strategy {config.strategy!r} does not",
             hint=elsewhere[config.strategy],
-        )
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    """FSDP2 reduces dense gradients into shards."""
-    sparse = [name for name in sparse_modules(module) if module.get_submodule(name).weight.requires_grad]
-    if sparse:
-        raise InvalidArgument(
-            f"the gradients of {', '.join(sparse)} are sparse, and sparse gradients cannot be sharded",
-            hint="build these modules with sparse=False and use Adam in place of SparseAdam, or use mesh.dp",
-            modules=sparse,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,9 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.errors import ConfigurationError, first_line
 from torsh_distributed.parallel.mesh.mesh_reduction import MeshStrategy, mean_over
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
-from torsh_distributed.parallel.strategy import PendingNumber
+from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, shard_form
 
 
@@ -41,6 +43,21 @@ class Sharded(MeshStrategy):
     @override
     def attach(self, optimizer: Optimizer) -> None:
         self.wrapped.attach(optimizer)
+
+    @override
+    def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
+        try:
+            return super().loss(model, batch, loss_fn, compute)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigurationError(
+                "the model or its loss reads parameters outside of the module they belong to, where they are shards:"
+                f" {first_line(error)}",
+                hint="call full_tensor() on what is computed from them, such as a penalty, before it meets other"
+                " tensors; or use mesh.dp, where parameters are whole",
+                key="mesh.shard",
+            ) from error
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

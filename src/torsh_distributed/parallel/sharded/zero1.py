@@ -21,6 +21,7 @@ from typing_extensions import Unpack, override
 from torsh_distributed.comm.shared_memory.buffers import collective_buffer
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.data_strategy import DataParallel, GradientOptions
+from torsh_distributed.parallel.data.ddp import refuse_sparse_shards
 from torsh_distributed.parallel.data.replicated_params import batches
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.communication import gather
@@ -146,6 +147,7 @@ class ShardedOptimizer(DataParallel):
         mesh: Mesh,
         **options: Unpack[GradientOptions],
     ) -> None:
+        refuse_sparse_shards(model)
         super().__init__(model, config, distributed, group=mesh.data_group, **options)
         self._mesh = mesh
         self._state: ShardedOptimizerState | None = None

@@ -201,7 +201,9 @@ class FirstBatchComparison:
                 shapes = {name: tuple(grad.shape) for name, grad in whole.gradients().items()}
                 tensors = [leaf.cpu() for leaf in tree_leaves(chosen) if isinstance(leaf, Tensor)]
                 changed = {name: value.cpu() for name, value in whole.changed.items()}
-                return _Answer(None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed, whole.moved)
+                return _Answer(
+                    None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed, whole.moved
+                )
         return _Answer(f"the whole model does not run on its first batch ({said})")
 
     @property

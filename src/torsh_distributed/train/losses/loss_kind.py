@@ -69,8 +69,8 @@ def _refuse_embeddings(model: nn.Module, *, data_degree: int, passes: int) -> No
             continue
         if module.max_norm is not None and data_degree > 1:
             raise ConfigurationError(
-                f"the embedding {name} has max_norm: forward shortens the rows it reads, and each of {data_degree} ranks"
-                " reads others, so that their weights would drift apart",
+                f"the embedding {name} has max_norm: forward shortens the rows it reads, and each of {data_degree}"
+                " ranks reads others, so that their weights would drift apart",
                 hint="leave max_norm out and shorten all rows after the step, or train with mesh.dp = 1",
                 keys=("mesh.dp", "mesh.shard"),
             )
