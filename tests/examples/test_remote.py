@@ -62,3 +62,12 @@ def test_rows_are_trained_and_publications_followed(capsys: pytest.CaptureFixtur
     first, last = rows.split("loss ")[1].split(" -> ")
     assert float(last) < float(first) - 0.1
     assert [line.split(":")[0] for line in publications[-1:]] == ["publication 3, version 60"]
+
+
+@pytest.mark.needs_core
+def test_processes_count_in_the_memory_of_one_that_is_stopped() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "counter.py")], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 processes counted to 40000" in done.stdout

@@ -351,13 +351,13 @@ def test_before_start_every_function_says_what_to_do() -> None:
 def test_the_functions_of_the_module_use_the_worker_of_the_process(make_worker: MakeWorker) -> None:
     make_worker("callee")
     other = make_worker("other")
-    rpc.start("me", store=other._directory._store.underlying_store)
+    rpc.start("me", store=other.directory._store.underlying_store)
     try:
         assert rpc.call("callee", there.add, (1, 2)) == 3
         assert 0 < rpc.call("callee", there.remaining_s_of_a_call_further_on, ("other",), timeout_s=30) <= 30
         assert rpc.worker_info().name == "me"
         with pytest.raises(InvalidArgument, match="already"):
-            rpc.start("again", store=other._directory._store.underlying_store)
+            rpc.start("again", store=other.directory._store.underlying_store)
     finally:
         rpc.shutdown()
     assert not rpc.is_started()

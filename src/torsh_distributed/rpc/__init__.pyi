@@ -25,3 +25,6 @@ from torsh_distributed.rpc.torch_names import init_rpc as init_rpc
 from torsh_distributed.rpc.torch_names import rpc_async as rpc_async
 from torsh_distributed.rpc.torch_names import rpc_sync as rpc_sync
 from torsh_distributed.rpc.torch_names import shutdown as shutdown
+from torsh_distributed.rpc.windows.window import Window as Window
+from torsh_distributed.rpc.windows.window import open_window as open_window
+from torsh_distributed.rpc.windows.window import window as window

@@ -84,6 +84,14 @@ class WorkerDirectory:
             self._store.append(_LOG_KEY, f"{json.dumps(name)}\n")  # type: ignore[attr-defined]  # not in torch's stubs
         return info
 
+    def note(self, key: str, text: str) -> None:
+        """Write something down for other workers."""
+        self._store.set(f"note/{key}", text)
+
+    def noted(self, key: str) -> str | None:
+        """What a worker wrote down; None if nothing."""
+        return self._store.get(f"note/{key}").decode() if self._store.check([f"note/{key}"]) else None
+
     def find(self, name: str) -> WorkerInfo:
         """The worker of this name; InvalidArgument with those that are there if there is none."""
         if not self._store.check([f"worker/{name}"]):

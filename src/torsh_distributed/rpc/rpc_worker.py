@@ -70,8 +70,9 @@ class RpcWorker:
         """How many workers the job was started with, if that is known."""
         self._lease_s = lease_s
         self._most_payload_bytes = most_payload_bytes
-        self._directory = WorkerDirectory(store)
-        self._secret = self._directory.secret()
+        self.directory = WorkerDirectory(store)
+        """Who is there, and what workers write down for each other."""
+        self._secret = self.directory.secret()
         self._lock = threading.Lock()
         self._held = HeldReferences()
         self._names_by_id: dict[int, str] = {}
@@ -93,7 +94,7 @@ class RpcWorker:
         self._links: ConnectionPool[Link] = ConnectionPool(self._connect, keep_alive_s=_KEEP_ALIVE_S)
         try:
             tcp_address = None if tcp is None else tcp.getsockname()[:2]
-            self.info = self._directory.add(name, unix.getsockname().decode(), tcp_address, rank)
+            self.info = self.directory.add(name, unix.getsockname().decode(), tcp_address, rank)
         except BaseException:
             self._stop()
             raise
@@ -219,7 +220,7 @@ class RpcWorker:
 
     def _connect(self, name: str) -> Link:
         pair = open_lanes(
-            self._directory.find(name), self._secret, self.name, self._loop, most_payload_bytes=self._most_payload_bytes
+            self.directory.find(name), self._secret, self.name, self._loop, most_payload_bytes=self._most_payload_bytes
         )
         return Link(name, pair, self)
 
@@ -238,30 +239,30 @@ class RpcWorker:
 
     def find(self, to: To) -> WorkerInfo:
         """Where a worker is."""
-        return self._directory.find(self._name_of(to))
+        return self.directory.find(self._name_of(to))
 
     def workers(self) -> list[WorkerInfo]:
         """All that are there now."""
-        return [self._directory.find(name) for name in self._directory.names()]
+        return [self.directory.find(name) for name in self.directory.names()]
 
     def wait_for(self, names: Iterable[str], *, timeout_s: float | None = None) -> None:
         """See `rpc.wait_for_workers`."""
         wanted = list(names)
         with translate_errors("wait_for_workers", workers=", ".join(wanted)):
-            self._directory.wait(wanted, self.timeout_s if timeout_s is None else timeout_s)
+            self.directory.wait(wanted, self.timeout_s if timeout_s is None else timeout_s)
 
     def meet(self, what: str, num_workers: int, *, timeout_s: float | None = None) -> None:
         """Until as many workers have come to the same point."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with translate_errors(f"rpc {what}", num_workers=num_workers):
-            self._directory.meet(what, num_workers, limit_s)
+            self.directory.meet(what, num_workers, limit_s)
 
     def leave_together(self, num_workers: int, timeout_s: float) -> None:
         """Until as many workers have come to their end, and none needs the store any more that worker 0 may host."""
         self.meet("end", num_workers, timeout_s=timeout_s)
         self._unlist()
         with translate_errors("rpc end", num_workers=num_workers):
-            self._directory.meet("left", num_workers, timeout_s, waits=self.info.id == 0)
+            self.directory.meet("left", num_workers, timeout_s, waits=self.info.id == 0)
 
     def settle_calls(self) -> None:
         """Until all calls of this worker have ended, in whatever way."""
@@ -401,7 +402,7 @@ class RpcWorker:
     def _unlist(self) -> None:
         if self._is_listed:
             self._is_listed = False
-            self._directory.remove(self.info)
+            self.directory.remove(self.info)
 
     def _stop(self) -> None:
         self.is_closed = True
