@@ -154,6 +154,7 @@ def _utils() -> dict[str, Names]:
         "deepspeed.utils.tensor_fragment": full_access,
         "deepspeed.utils.z3_leaf_module": leaves,
         "deepspeed.utils.init_on_device": _public(script_helpers, "OnDevice"),
+        "deepspeed.utils.torch": _public(runtime_helpers, "required_torch_version"),
         "deepspeed.utils.nvtx": _public(script_helpers, "instrument_w_nvtx"),
     }
 
@@ -177,7 +178,7 @@ def _runtime() -> dict[str, Names]:
     return {
         "deepspeed.runtime": {},
         "deepspeed.runtime.engine": {**_engines(), **_public(microbatch_loop, "DeepSpeedDataLoader")},
-        "deepspeed.runtime.config": _config(),
+        "deepspeed.runtime.config": {**_config(), **key_constants.optimizer_names()},
         "deepspeed.runtime.config_utils": {
             **{name: value for name, value in vars(config_helpers).items() if name.startswith(("get_", "dict_"))},
             **_public(config_helpers, "DeepSpeedConfigObject"),

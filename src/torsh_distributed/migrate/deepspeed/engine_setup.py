@@ -21,7 +21,7 @@ from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.moe.moe_layer import configure_moe_param_groups, has_moe_layers
 from torsh_distributed.migrate.deepspeed.moe.stacked_modules import mark_experts, spread_degree
 from torsh_distributed.migrate.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
-from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
+from torsh_distributed.migrate.deepspeed.schedules.script_schedule import choose_scheduler
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
@@ -309,17 +309,6 @@ def choose_optimizer(
     if trained and has_moe_layers(model)[0]:
         trained = configure_moe_param_groups(trained)
     return optimizer_from_config(settings, trained, model)
-
-
-def choose_scheduler(settings: RunSettings, given: Any, inner: Optimizer, outer: Optimizer) -> Any:
-    """The script's scheduler, or what its function makes, or the config's; None for a fixed learning rate."""
-    if given is not None:
-        # A scheduler object has `step`; a function makes one over the optimizer it is called with.
-        return given(inner) if callable(given) and not hasattr(given, "step") else given
-    kind = settings.value("scheduler.type")
-    if kind is None:
-        return None
-    return make_schedule(kind, settings.value("scheduler.params", {}), outer)
 
 
 def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:

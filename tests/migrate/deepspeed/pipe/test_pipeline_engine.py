@@ -58,6 +58,8 @@ def train(deepspeed: Any, stage: int, clip: float, method: str = "uniform") -> t
     params = [param for param in net.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.0, foreach=False)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config(stage, clip))
+    if deepspeed.__name__.startswith("torsh_distributed"):
+        assert engine._core.plan.notices() == ()  # of keys that no script has written
     replica = engine.grid.get_data_parallel_id()
     data = iter(batches(replica))
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]

@@ -24,6 +24,12 @@ class ValidationMode(StrEnum):
     FAIL = "FAIL"
 
 
+def optimizer_names() -> dict[str, str]:
+    """`ADAM_OPTIMIZER` and the like, for `optimizer.type`."""
+    names = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+    return {f"{name.upper()}_OPTIMIZER": name for name in names}
+
+
 def key_constants() -> dict[str, Any]:
     """Every constant by its name."""
     found = {

@@ -16,9 +16,10 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, choose_scheduler, settings_of
+from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, settings_of
 from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
+from torsh_distributed.migrate.deepspeed.schedules.script_schedule import choose_scheduler
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
@@ -241,7 +242,7 @@ def _plan(model: PipelineModule, settings: RunSettings) -> Plan:
     mesh = {"pp": model.num_stages, "dp": 1, "shard": -1}
     sections: dict[str, Any] = {
         "mesh": mesh,
-        "ddp": {"broadcast_buffers": False},
+        **({"ddp": {"broadcast_buffers": False}} if model.num_stages == 1 else {}),
         "precision": {"reduce_dtype": settings.reduce_dtype},
         "pipeline": {
             "num_microbatches": settings.batch.accumulation,

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.surface.device_accelerator import get_accelerator
 from torsh_distributed.migrate.deepspeed.surface.script_helpers import see_memory_usage
 
@@ -99,6 +101,14 @@ def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
     norms = torch.stack([tensor.detach().float().norm(norm_type) for tensor in tensors])
     found = float(norms.norm(norm_type))
     return found if math.isfinite(found) else -1.0
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is at least, or at most, of a version."""
+    require(min_version or max_version, "Must provide a min_version or max_version argument")
+    here = TorchVersion(torch.__version__)  # compares numbers, not letters
+    is_new = min_version is None or here >= str(min_version)
+    return is_new and (max_version is None or here <= str(max_version))
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
