@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 from torch import Tensor
@@ -81,3 +82,28 @@ def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
     next(tmp_path.glob("tensor-1")).write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"kept tensor whole.*5 bytes instead of 12"):
         KeptTensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1, 2]),
+        msgpack.packb({"number": 0, "values": {}}),
+        msgpack.packb({"number": 0, "values": {}, "tensors": [["p/one", "../private", 0, [4]]]}),
+        msgpack.packb({"number": 0, "values": {}, "tensors": [["p/one", "tensor-1/../../private", 0, [4]]]}),
+        msgpack.packb({"number": 0, "values": {}, "tensors": [["p/one", "tensor-1", 999, [4]]]}),
+        msgpack.packb({"number": 0, "values": {}, "tensors": [["p/one", "tensor-1", 0, [-4]]]}),
+        msgpack.packb({"number": 0, "values": {}, "tensors": [["p/one", "tensor-1", "x", None]]}),
+    ],
+)
+def test_a_forged_record_opens_nothing_and_is_named(tmp_path: Path, record: bytes) -> None:
+    private = tmp_path / "private"
+    private.write_bytes(bytes(16))
+    directory = tmp_path / "kept"
+    directory.mkdir()
+    (directory / "record").write_bytes(record)
+    with pytest.raises(CheckpointError, match="not one that a server wrote"):
+        KeptTensors(directory)
+    assert private.read_bytes() == bytes(16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -48,18 +49,27 @@ class KeptTensors:
         self._numbers = itertools.count(1 + max((int(file[len(_TENSOR) :]) for file in self._on_disk), default=0))
 
     def _open(self) -> None:
-        record = _read(self.directory / _RECORD)
-        if record is not None:
-            self._number, self.values = record["number"], record["values"]
-            for name, file, tag, shape in record["tensors"]:
-                self._tensors[name] = self._mapped(name, file, tag, shape)
-                self._files[name] = file
+        try:
+            record = _read(self.directory / _RECORD)
+            if record is not None:
+                self._number, self.values = int(record["number"]), dict(record["values"])
+                for name, file, tag, shape in record["tensors"]:
+                    self._tensors[name] = self._mapped(name, file, tag, shape)
+                    self._files[name] = file
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"the record of kept tensors is not one that a server wrote: {type(error).__name__}: {error}",
+                hint="begin with another directory, or with a saved copy",
+                path=str(self.directory / _RECORD),
+            ) from error
         for path in self.directory.glob(f"{_TENSOR}*"):
             if path.name not in self._files.values():  # of a change that did not end
                 path.unlink()
         self._roll_back()
 
     def _mapped(self, name: str, file: str, tag: int, shape: list[int]) -> Tensor:
+        if not re.fullmatch(rf"{_TENSOR}[0-9]+", file) or not all(size >= 0 for size in (tag, *shape)):
+            raise ValueError(f"{name!r} is said to be {tag!r}{shape!r} in {file!r}")
         num_bytes = math.prod(shape) * DTYPES[tag].itemsize
         try:
             memory = map_existing(self.directory / file, max(1, num_bytes))
