@@ -16,6 +16,9 @@ DEEPSPEED_READER = "torsh_distributed.migrate.deepspeed.config.deepspeed_config:
 BEST_PLAN = "torsh_distributed.planner.search.auto_plan:best_plan"
 """`plan`: `Plan.auto` is where users look for it; the planner knows plans and models."""
 
+MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
+"""`train`: `parallelize` asks the planner beside it whether a model fits, for devices and models where it matters."""
+
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 

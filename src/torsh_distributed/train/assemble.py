@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torsh_distributed import events
+from torsh_distributed import events, upward
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
 
 _log = logging.getLogger(__name__)
+_LARGE_BYTES = 2**32
 
 
 def parallelize(
@@ -90,6 +91,7 @@ def parallelize(
     note_fact("total_steps", chosen.training.steps)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
+    _warn_of_memory(model, chosen, settings["optimizer"]["class"])
     num_passes = chosen.training.gradient_accumulation
     hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
     stored = _stored_weights(model, weights, param_init_fn)
@@ -147,6 +149,26 @@ def _suggest(engine: Engine) -> None:
             events.emit(one)
         if found:
             _log.warning(suggestion_line(found))
+
+
+def _warn_of_memory(model: nn.Module, plan: Plan, optimizer: str) -> None:
+    """Say on one rank, before anything is allocated, that the estimated memory is above the device's."""
+    if process_group.rank() != 0:
+        return
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and sum(param.nbytes for param in model.parameters()) < _LARGE_BYTES:
+        return  # the trace would take longer than such a model takes to build
+    try:
+        num_local = process_group.local_world_size()
+    except BackendNotInitialized:  # torch has brought the group up: which ranks share a node is unknown
+        num_local = 1
+    warning = upward.load(upward.MEMORY_WARNING)(
+        model, plan, optimizer=optimizer.rpartition(".")[2], device=device, num_local=num_local
+    )
+    if warning is not None:
+        _log.warning("%s", warning)
 
 
 def _settings(plan: Plan, optimizer: Optimizer | OptimizerFn, *, has_weights: bool) -> dict[str, Any]:

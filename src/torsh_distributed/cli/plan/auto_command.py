@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torsh_distributed.cli.plan.fit_command import (
+    ASSUMED_OPTIMIZER,
     Assignments,
     Memory,
     ModelName,
@@ -17,6 +18,7 @@ from torsh_distributed.cli.plan.fit_command import (
     Reserve,
     Sequence,
     memory_bytes,
+    optimizer_text,
 )
 from torsh_distributed.plan import Plan
 
@@ -42,7 +44,7 @@ def auto(
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")] = None,
     plan: PlanOption = None,
     sequence: Sequence = None,
-    optimizer: OptimizerName = "AdamW",
+    optimizer: OptimizerName = None,
     reserve: Reserve = 0.05,
     assignments: Assignments = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
@@ -72,7 +74,7 @@ def auto(
         world_size=gpus,
         machine=chosen,
         base=base,
-        optimizer=optimizer,
+        optimizer=optimizer or ASSUMED_OPTIMIZER,
         memory_bytes=None if memory is None else memory_bytes(memory),
         reserve=reserve,
         sequence=sequence,
@@ -80,6 +82,8 @@ def auto(
         is_simple=simple,
     )
     console = Console()
+    known = optimizer_text(optimizer, optimizer or ASSUMED_OPTIMIZER)
+    console.print(f"optimizer: {known}", highlight=False, soft_wrap=True)
     if ranking.plans:
         console.print(_table(ranking.plans[:_SHOWN], base.training.batch_size), highlight=False)
     for line in _notes(ranking, chosen, rejected=rejected):

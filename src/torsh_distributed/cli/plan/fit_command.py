@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torsh_distributed.planner.memory.memory_table import MemoryTable
 
 GB = 1e9
+ASSUMED_OPTIMIZER = "AdamW"
 _UNITS = {"gb": 1e9, "g": 1e9, "gib": 2**30, "mb": 1e6, "m": 1e6, "mib": 2**20, "tb": 1e12, "t": 1e12}
 _SHOWN_RANKS = 6
 
@@ -34,7 +35,9 @@ Memory = Annotated[
     typer.Option("--memory", metavar="SIZE", help="Of one device, such as 80GB; else that of this machine's."),
 ]
 Sequence = Annotated[int | None, typer.Option("--sequence", min=1, metavar="TOKENS", help="Tokens of a sample.")]
-OptimizerName = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="Of torch.optim.")]
+OptimizerName = Annotated[
+    str | None, typer.Option("--optimizer", metavar="NAME", help="Of torch.optim; left out, AdamW is assumed.")
+]
 Reserve = Annotated[
     float,
     typer.Option(min=0, max=0.9, help="Share of the device that stays free: its context, communicators, fragments."),
@@ -72,7 +75,7 @@ def fit(
     gpus: NumGpus = None,
     memory: Memory = None,
     sequence: Sequence = None,
-    optimizer: OptimizerName = "AdamW",
+    optimizer: OptimizerName = None,
     reserve: Reserve = 0.05,
     assignments: Assignments = None,
 ) -> None:
@@ -95,14 +98,14 @@ def fit(
     found = find_model(model)
     resolved = chosen.resolve(world)
     profile = profile_model(found.model, resolved, sequence=sequence, example=found.example)
-    question = MemoryQuestion(profile, optimizer_named(optimizer), world, limit * (1 - reserve))
+    question = MemoryQuestion(profile, optimizer_named(optimizer or ASSUMED_OPTIMIZER), world, limit * (1 - reserve))
     table = question.table(resolved)
     console = Console()
-    params = profile.all_params
+    params, known = profile.all_params, optimizer_text(optimizer, question.optimizer.name)
     console.print(
         f"{profile.name}: {params.numel() / 1e9:,.3g} billion parameters in {profile.num_blocks} blocks"
         f" ({len(profile.blocks)} distinct), {profile.tokens_per_sample} tokens a sample; loss: {profile.loss_note};"
-        f" {question.optimizer.name}; {resolved.mesh.equation} ranks, {table.num_samples} samples in a microbatch",
+        f" {known}; {resolved.mesh.equation} ranks, {table.num_samples} samples in a microbatch",
         highlight=False,
         soft_wrap=True,
     )
@@ -111,6 +114,11 @@ def fit(
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if table.peak_bytes > question.limit_bytes:
         raise typer.Exit(1)
+
+
+def optimizer_text(given: str | None, name: str) -> str:
+    """The optimizer, and whether the user has named it: its state may be most of the memory."""
+    return name if given else f"{name} (assumed: --optimizer names yours)"
 
 
 def _own_size(plan: Plan) -> int:
