@@ -11,6 +11,7 @@ import typer
 
 from torsh_distributed.cli.plan.auto_command import auto
 from torsh_distributed.cli.plan.fit_command import fit
+from torsh_distributed.cli.plan.time_command import simulate, time
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
@@ -26,6 +27,8 @@ app = typer.Typer(name="plan", help="Show, check and document plans.", add_compl
 
 app.command("auto")(auto)
 app.command("fit")(fit)
+app.command("time")(time)
+app.command("simulate")(simulate)
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="FILE", help="A .toml, .json, .yaml or .yml plan; else $TORSH_PLAN.")

@@ -1,0 +1,229 @@
+"""`torsh plan time` and `torsh plan simulate`: how long a training takes and costs, and what slow ranks do to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torsh_distributed.cli.plan.fit_command import (
+    ASSUMED_OPTIMIZER,
+    Assignments,
+    ModelName,
+    OptimizerName,
+    PlanOption,
+    Sequence,
+)
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from torsh_distributed.planner.forecast.training_time import FailureRates, TrainingTime
+    from torsh_distributed.planner.machine.machine_profile import MachineProfile
+    from torsh_distributed.planner.machine.step_time import StepPredictor
+
+MachineName = Annotated[
+    str | None,
+    typer.Option("--machine", metavar="NAME", help="h100, a100-80gb, … or a .toml file; else this machine, measured."),
+]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")]
+
+
+def time(
+    model: ModelName,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="To train on: 300B, 1.5T.")],
+    gpus: Annotated[str, typer.Option("--gpus", metavar="N,…", help="Numbers of ranks to compare.")] = "1",
+    machine: MachineName = None,
+    batch: Batch = None,
+    plan: PlanOption = None,
+    sequence: Sequence = None,
+    optimizer: OptimizerName = None,
+    deadline: Annotated[str | None, typer.Option(help="When it must be done: 30d, 12h.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in your currency.")] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(help="Mean time between failures of one GPU with its node: 2000d.")
+    ] = None,
+    recovery: Annotated[str, typer.Option(help="From a failure to the next step; with --mtbf.")] = "5min",
+    save: Annotated[str, typer.Option(help="What one checkpoint holds training up for; with --mtbf.")] = "10s",
+    assignments: Assignments = None,
+) -> None:
+    """Predict how long a number of tokens takes and what it costs, with the best plan for each number of GPUs.
+
+    All of it is an estimate, from a predicted step and your numbers. With --deadline, exit with status 1 if none of the
+    numbers of GPUs makes it.
+    """
+    base = Plan.compose(plan, environ=os.environ, command_line=assignments or ())
+    if batch is not None:
+        base = base.replace(training={"batch_size": batch})
+    from rich.console import Console
+
+    from torsh_distributed.planner.forecast.training_time import FailureRates, count_of, seconds_of
+    from torsh_distributed.planner.model.model_source import find_model
+
+    wanted, limit_s = count_of(tokens), None if deadline is None else seconds_of(deadline)
+    failures = None
+    if mtbf is not None:
+        failures = FailureRates(
+            device_mtbf_s=seconds_of(mtbf), recovery_s=seconds_of(recovery), save_s=seconds_of(save)
+        )
+    found = find_model(model)
+    question = _TimeQuestion(found.model, found.example, base, machine, optimizer, sequence, failures, price)
+    console = Console()
+    rows = [(count, *question.answer(count, wanted)) for count in _counts(gpus)]
+    _show(rows, console, limit_s)
+    if question.notes:
+        console.print(f"not measured: {', '.join(question.notes)}", highlight=False, soft_wrap=True, markup=False)
+    if limit_s is not None:
+        in_time = [count for count, one, _ in rows if one is not None and one.total_s <= limit_s]
+        said = f"{min(in_time)} GPUs make it in {deadline}" if in_time else f"none of them makes it in {deadline}"
+        console.print(said, highlight=False, soft_wrap=True)
+        if not in_time:
+            raise typer.Exit(1)
+
+
+def _counts(text: str) -> list[int]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in found):
+        raise ConfigurationError(f"--gpus {text} are no numbers of ranks", hint="such as 64 or 64,128,256")
+    return sorted({int(part) for part in found})
+
+
+@dataclass
+class _TimeQuestion:
+    """The training that is asked about, for any number of GPUs."""
+
+    model: object
+    example: object
+    base: Plan
+    machine: str | None
+    optimizer: str | None
+    sequence: int | None
+    failures: FailureRates | None
+    price: float | None
+
+    def __post_init__(self) -> None:
+        self.notes: tuple[str, ...] = ()
+
+    def answer(self, count: int, tokens: float) -> tuple[TrainingTime | None, str]:
+        """The time with the best plan, and the plan; or None and why there is none."""
+        from torsh_distributed.planner.forecast.training_time import TrainingTime
+        from torsh_distributed.planner.search.auto_plan import nearest, ranked_plans
+
+        ranking = ranked_plans(
+            self.model,  # type: ignore[arg-type]  # a module: the command line imports torch late
+            world_size=count,
+            machine=_machine(self.machine, count),
+            base=self.base,
+            optimizer=self.optimizer or ASSUMED_OPTIMIZER,
+            sequence=self.sequence,
+            example=self.example,
+        )
+        if not ranking.plans:
+            return None, nearest(ranking)
+        best = ranking.plans[0]
+        self.notes = best.time.not_measured
+        return (
+            TrainingTime(
+                num_devices=count,
+                step_s=best.time.total_s,
+                tokens_per_step=float(self.base.training.batch_size * ranking.tokens_per_sample),
+                tokens=tokens,
+                goodput=1.0 if self.failures is None else self.failures.goodput(count),
+                price_per_hour=self.price,
+            ),
+            best.plan.mesh.equation,
+        )
+
+
+def _machine(name: str | None, count: int) -> MachineProfile:
+    from torsh_distributed.planner.machine.machine_profile import machine_named
+    from torsh_distributed.planner.machine.this_machine import this_machine
+
+    return this_machine(count) if name is None else machine_named(name)
+
+
+def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, limit_s: float | None) -> None:
+    from rich.table import Table
+
+    table = Table("GPUs", "mesh", "step", "tokens/s", "scaling", "goodput", "hours", "GPU hours", "cost")
+    first = next((one for _, one, _ in rows if one is not None), None)
+    for count, one, text in rows:
+        if one is None or first is None:
+            table.add_row(str(count), text, *[""] * 7)
+            continue
+        scaling = one.tokens_per_s / first.tokens_per_s / (count / first.num_devices)
+        hours = f"{one.total_s / 3600:,.1f}" + (" (late)" if limit_s is not None and one.total_s > limit_s else "")
+        table.add_row(
+            str(count),
+            text,
+            f"{one.step_s * 1e3:,.1f} ms",
+            f"{one.tokens_per_s:,.0f}",
+            f"{scaling:.0%}",
+            f"{one.goodput:.1%}",
+            hours,
+            f"{one.device_hours:,.0f}",
+            "" if one.cost is None else f"{one.cost:,.0f}",
+        )
+    console.print(table, highlight=False)
+    console.print("estimates; scaling is against the first row", highlight=False)
+
+
+def simulate(
+    model: ModelName,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks; the plan must be for so many.")] = 1,
+    machine: MachineName = None,
+    plan: PlanOption = None,
+    sequence: Sequence = None,
+    spread: Annotated[float, typer.Option(min=0, max=2, help="Of a phase, as a share: 0.03.")] = 0.0,
+    rank_spread: Annotated[float, typer.Option(min=0, max=2, help="Between ranks, for the whole job.")] = 0.0,
+    slow: Annotated[float, typer.Option(min=0, max=1, help="Share of the ranks that are stragglers.")] = 0.0,
+    slow_by: Annotated[float, typer.Option(min=1, help="How many times slower those compute.")] = 2.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to draw.")] = 10,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same steps.")] = 0,
+    assignments: Assignments = None,
+) -> None:
+    """Draw steps of many ranks that are not equally fast: what waiting for the slowest of each group costs.
+
+    Durations come from the predicted step; spreads are yours, such as those that `torsh bench machine` shows. No rank
+    is started.
+    """
+    chosen = Plan.compose(plan, environ=os.environ, command_line=assignments or ())
+    chosen.validate(ranks)
+    from rich.console import Console
+
+    from torsh_distributed.planner.forecast.simulated_steps import Spreads, simulate_steps
+
+    resolved = chosen.resolve(ranks)
+    predictor = _predictor(model, resolved, _machine(machine, ranks), sequence)
+    spreads = Spreads(ranks=rank_spread, phases=spread, slow_ranks=slow, slow_by=slow_by)
+    found = simulate_steps(predictor.phases(resolved), resolved, spreads=spreads, num_steps=steps, seed=seed)
+    console = Console()
+    told = (
+        f"{found.num_ranks:,} ranks, {resolved.mesh.equation}: {found.mean_s * 1e3:,.1f} ms a step"
+        f" ({min(found.steps_s) * 1e3:,.1f} to {max(found.steps_s) * 1e3:,.1f}),"
+        f" {found.slowdown:.2f} times that of ranks that are all alike, {found.alike_s * 1e3:,.1f} ms"
+    )
+    waited = sorted(found.waited.items(), key=lambda one: -one[1])
+    lines = [
+        told,
+        *(f"  {share:6.1%} of the ranks' time waiting: {name}" for name, share in waited),
+    ]
+    notes = predictor.step_time(resolved).not_measured
+    lines += [f"not measured: {', '.join(notes)}"] if notes else []
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _predictor(name: str, plan: Plan, machine: MachineProfile, sequence: int | None) -> StepPredictor:
+    from torsh_distributed.planner.machine.step_time import StepPredictor
+    from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+    from torsh_distributed.planner.model.model_source import find_model
+    from torsh_distributed.planner.model.profiling import profile_model
+
+    found = find_model(name)
+    profile = profile_model(found.model, plan, sequence=sequence, example=found.example)
+    return StepPredictor(profile, machine, optimizer_named(ASSUMED_OPTIMIZER))

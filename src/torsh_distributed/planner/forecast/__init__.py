@@ -1,0 +1,1 @@
+"""How long and how much: `training_time` for tokens, failures and prices, `simulated_steps` for ranks that differ."""

@@ -1,0 +1,177 @@
+"""A step of many ranks that are not equally fast: durations as arrays over all ranks, a collective waits for its group.
+
+Means of a prediction say nothing about waiting. Here every rank has a speed of its own, every phase varies, and the
+slowest of each group decides when the group goes on; 10,000 ranks are arrays of 10,000 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torsh_distributed.parallel.mesh.layout import MESH_ORDER
+from torsh_distributed.plan import Plan
+from torsh_distributed.plan.sections.mesh import PipelineConfig
+from torsh_distributed.planner.machine.step_time import StepPhases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spreads:
+    """How much ranks and phases differ, as relative standard deviations; measured, or given by the user."""
+
+    ranks: float = 0.0
+    """Between ranks, for the whole job: one is slower than another in every phase."""
+    phases: float = 0.0
+    """From one phase to the next, on every rank."""
+    slow_ranks: float = 0.0
+    """The share of ranks that are stragglers."""
+    slow_by: float = 1.0
+    """How many times slower a straggler computes."""
+
+
+@dataclass(frozen=True)
+class SimulatedSteps:
+    """What some steps of all ranks took, in seconds."""
+
+    steps_s: tuple[float, ...]
+    """Each step, until its last rank is done."""
+    alike_s: float
+    """A step of ranks that are all alike."""
+    waited: Mapping[str, float]
+    """Phase to the share of all ranks' time that they waited in it for others."""
+    num_ranks: int
+
+    @property
+    def mean_s(self) -> float:
+        """Of all steps."""
+        return float(np.mean(self.steps_s))
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a step takes than if all ranks were alike."""
+        return self.mean_s / self.alike_s
+
+
+class _Ranks:
+    """The clocks of all ranks, as an array with an axis for each of the mesh."""
+
+    def __init__(self, plan: Plan, spreads: Spreads, seed: int) -> None:
+        self.shape = tuple(getattr(plan.mesh, axis) for axis in MESH_ORDER)
+        self.random = np.random.default_rng(seed)
+        self.spreads = spreads
+        self.speed = self._drawn(spreads.ranks, self.shape)
+        if spreads.slow_ranks > 0:
+            slow = self.random.random(self.shape) < spreads.slow_ranks
+            self.speed = np.where(slow, self.speed * spreads.slow_by, self.speed)
+        self.waited: dict[str, float] = {}
+
+    def _drawn(self, spread: float, shape: tuple[int, ...]) -> np.ndarray:
+        """Factors with mean 1: durations are above 0 and have a long tail, so their logarithms are normal."""
+        if spread == 0:
+            return np.ones(shape)
+        sigma = np.sqrt(np.log1p(spread**2))
+        return self.random.lognormal(-(sigma**2) / 2, sigma, shape)
+
+    def compute(self, clock: np.ndarray, seconds: float, speed: np.ndarray) -> np.ndarray:
+        """Every rank computes by itself."""
+        moved: np.ndarray = clock + seconds * speed * self._drawn(self.spreads.phases, clock.shape)
+        return moved
+
+    def meet(self, clock: np.ndarray, axes: Sequence[str], seconds: float, name: str) -> np.ndarray:
+        """Ranks that differ only along `axes` wait for each other and communicate."""
+        along = tuple(MESH_ORDER.index(axis) for axis in axes)
+        last = clock.max(axis=along, keepdims=True) if along else clock
+        self.waited[name] = self.waited.get(name, 0.0) + float((last - clock).sum())
+        return np.broadcast_to(last + seconds, clock.shape)
+
+
+def simulate_steps(
+    phases: StepPhases, plan: Plan, *, spreads: Spreads, num_steps: int = 10, seed: int = 0
+) -> SimulatedSteps:
+    """Some steps of all ranks of a plan that is resolved for its world; the same `seed` gives the same numbers."""
+    ranks = _Ranks(plan, spreads, seed)
+    taken = [_one_step(ranks, phases, plan) for _ in range(num_steps)]
+    alike = _one_step(_Ranks(plan, Spreads(), seed), phases, plan)
+    total = sum(taken) * float(np.prod(ranks.shape))
+    waited = {name: seconds / total for name, seconds in ranks.waited.items()}
+    return SimulatedSteps(tuple(taken), alike, waited, int(np.prod(ranks.shape)))
+
+
+def _one_step(ranks: _Ranks, phases: StepPhases, plan: Plan) -> float:
+    clock = np.zeros(ranks.shape)
+    for _ in range(plan.training.gradient_accumulation):
+        clock = _pipelined(ranks, clock, phases, plan.pipeline, plan.mesh.pp)
+    clock = ranks.meet(clock, phases.averaging_axes, phases.averaging_s, "averaging of gradients")
+    clock = ranks.compute(clock, phases.update_s, ranks.speed)
+    # The next step begins with the norm of all gradients and the agreed loss: all ranks meet.
+    return float(ranks.meet(clock, MESH_ORDER, 0.0, "end of the step").max())
+
+
+def _pipelined(ranks: _Ranks, clock: np.ndarray, phases: StepPhases, config: PipelineConfig, pp: int) -> np.ndarray:
+    """One pass: all microbatches through all stages, in the order of the schedule."""
+    if pp == 1:
+        clock = _segments(ranks, clock, ranks.speed, phases, 0, "forward")
+        return _segments(ranks, clock, ranks.speed, phases, 0, "backward")
+    from torsh_distributed.parallel.pipeline.schedule import planned_order
+
+    place = MESH_ORDER.index("pp")
+    order = {rank: [one for group in groups for one in group] for rank, groups in planned_order(config, pp).items()}
+    last_stage = pp * config.stages_per_rank - 1
+    clocks = {rank: clock.take([rank], axis=place) for rank in range(pp)}
+    speeds = {rank: ranks.speed.take([rank], axis=place) for rank in range(pp)}
+    ends: dict[tuple[int, str, int], np.ndarray] = {}
+    left = {rank: iter(steps) for rank, steps in order.items()}
+    waiting = {rank: next(steps) for rank, steps in left.items()}
+    while waiting:
+        for rank in list(waiting):
+            while rank in waiting:
+                stage, kind, number = waiting[rank]
+                source = _source(stage, kind, number, last_stage)
+                if source is not None and source not in ends:
+                    break
+                now = clocks[rank]
+                if source is not None:
+                    arrived = ends[source] + phases.send_s
+                    ranks.waited["stages"] = ranks.waited.get("stages", 0.0) + float(np.maximum(arrived - now, 0).sum())
+                    now = np.maximum(now, arrived)
+                name = "forward" if kind == "F" else "backward"
+                clocks[rank] = _segments(ranks, now, speeds[rank], phases, rank, name, share=config.stages_per_rank)
+                ends[stage, "F" if kind == "F" else "B", number] = clocks[rank]
+                following = next(left[rank], None)
+                if following is None:
+                    del waiting[rank]
+                else:
+                    waiting[rank] = following
+    return np.concatenate([clocks[rank] for rank in range(pp)], axis=place)
+
+
+def _source(stage: int, kind: str, number: int, last_stage: int) -> tuple[int, str, int] | None:
+    """What an action of another stage must have ended."""
+    if kind == "F":
+        return None if stage == 0 else (stage - 1, "F", number)
+    return None if stage == last_stage else (stage + 1, "B", number)
+
+
+def _segments(
+    ranks: _Ranks,
+    clock: np.ndarray,
+    speed: np.ndarray,
+    phases: StepPhases,
+    rank: int,
+    name: str,
+    *,
+    share: int = 1,
+) -> np.ndarray:
+    """The blocks of a stage in one direction: each computes, then its ranks meet where layers or pieces are split."""
+    stage = phases.stages[rank]
+    # Where nobody is met in between, all blocks are one phase.
+    count = max(1, round(stage.num_blocks / share)) if phases.block_axes else 1
+    compute = (stage.forward_s if name == "forward" else stage.backward_s) / share / count
+    between = (stage.forward_waits_s if name == "forward" else stage.backward_waits_s) / share / count
+    for _ in range(count):
+        clock = ranks.compute(clock, compute, speed)
+        if phases.block_axes:
+            clock = ranks.meet(clock, phases.block_axes, between, "blocks")
+    return clock
