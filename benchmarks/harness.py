@@ -24,11 +24,13 @@ class Unit(StrEnum):
     PER_SECOND = "1/s"
     BYTES_PER_SECOND = "B/s"
     LOSS = "loss"
+    JOULES = "J"
+    GRAMS = "g"
 
     @property
     def is_lower_better(self) -> bool:
-        """Times, sizes and losses should be small, rates large."""
-        return self in (Unit.SECONDS, Unit.BYTES, Unit.LOSS)
+        """Times, sizes, losses, energy and grams should be small, rates large."""
+        return self not in (Unit.PER_SECOND, Unit.BYTES_PER_SECOND)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ def quantity(value: float, unit: Unit) -> str:
     """Three significant digits with a suitable prefix: 0.0000042 s is `4.20 µs`."""
     if unit is Unit.LOSS:
         return f"{value:.4f}"
+    if unit in (Unit.JOULES, Unit.GRAMS):
+        return f"{value:,.6g} {unit}"
     number, name = _scaled(value, unit)
     return f"{_digits(number)} {name}"
 
@@ -25,6 +27,8 @@ def tick(value: float, unit: Unit) -> str:
 
 
 def _scaled(value: float, unit: Unit) -> tuple[float, str]:
+    if unit in (Unit.JOULES, Unit.GRAMS):
+        return value, unit.value
     scales = _TIMES if unit is Unit.SECONDS else _LARGE
     scale, prefix = next((each for each in scales if value >= 0.9995 * each[0]), scales[-1])
     suffix = {Unit.SECONDS: "", Unit.BYTES: "B", Unit.BYTES_PER_SECOND: "B/s", Unit.PER_SECOND: "/s"}[unit]
@@ -40,6 +44,6 @@ def _digits(value: float) -> str:
 def ratio(row: Row, rival: str) -> str:
     """`3.4×`, or nothing if there is no such rival."""
     factor = row.ratios.get(rival)
-    if factor is not None and row.unit is Unit.LOSS:
-        return f"{factor:.3f}×"
+    if factor is not None and row.unit in (Unit.LOSS, Unit.JOULES, Unit.GRAMS):
+        return f"{factor:.4f}×" if row.unit is Unit.JOULES else f"{factor:.3f}×"
     return "" if factor is None else f"{_digits(factor)}×"

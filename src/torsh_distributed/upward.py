@@ -37,6 +37,12 @@ PRELOADED = ("torsh_distributed.train.assemble", "torsh_distributed.elastic.in_p
 JOB_METER = "torsh_distributed.green.job_meter:JobMeter"
 """`launch`: reads the meters of a node, in jobs that ask for it; others do not import it."""
 
+ENERGY_BUDGET = "torsh_distributed.green.budget:EnergyBudget"
+"""`launch`: says when a job has spent what its plan allows."""
+
+GPU_LIMIT = "torsh_distributed.green.power.gpu_limit"
+"""`launch`: sets the power limit of GPUs and puts it back."""
+
 COMMAND_LINE = "torsh_distributed.cli.entry_point"
 """`clusters`: the program that an engine starts as `python -m`, for a job over SSH."""
 

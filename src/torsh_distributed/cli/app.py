@@ -43,6 +43,7 @@ COMMANDS = {
         "Say how a run converges, how calmly and how efficiently, and when its loss will reach a target.",
     ),
     "metrics": ("torsh_distributed.cli.observe.metrics", "Say what is measured; make a Grafana dashboard."),
+    "green": ("torsh_distributed.cli.green.commands", "Say what runs cost in energy and CO2, and when to run."),
     "doctor": (
         "torsh_distributed.cli.doctor.doctor_command",
         "Check this machine before a run, or say what a running job is stuck in.",

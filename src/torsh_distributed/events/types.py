@@ -220,7 +220,8 @@ class CarbonEvent(Event):
     age_s: float | None = None
     """How long ago the value's period ended, or began if it lasts; None for one without a time."""
     is_stale: bool = False
-    detail: str | None = None
+    renewable_share: float | None = None
+    """From 0 to 1, where the feed tells it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

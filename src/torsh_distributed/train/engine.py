@@ -23,6 +23,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.counted_operations import CountedOperations
+from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.parallel.random_streams import skips_layers, stream_of
@@ -206,6 +207,7 @@ class Engine:
                         "a generator gives each batch once",
                     )
                 ledger.next_epoch()
+                note_fact("epoch", ledger.epoch)
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.

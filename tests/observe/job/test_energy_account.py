@@ -101,8 +101,11 @@ def test_one_kilowatt_for_an_hour_is_a_kilowatt_hour_and_400_grams_at_400() -> N
 
 def test_without_an_intensity_there_are_no_grams_and_an_estimate_is_called_one() -> None:
     account = EnergyAccount()
-    account.take_energy(energy(1.0, 30.0))
-    account.take_energy(energy(1.0, 10.0, meter="processors", source="estimate", is_measured=False))
+    for second in range(1, 31):  # sums that round differently are no grams either
+        account.take_energy(energy(float(second), 3.1 / second))
+        account.take_energy(
+            energy(float(second), 3.1 / second / 3, meter="processors", source="estimate", is_measured=False)
+        )
     found = account.summary()
     assert found is not None
     assert found.grams is None

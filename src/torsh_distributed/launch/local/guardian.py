@@ -2,9 +2,9 @@
 
 It runs this file under a bare interpreter (`python -I -S`), so this file imports only the standard library, and it
 has its own session, out of reach of Ctrl-C and of signals to the launcher's group. The launcher holds the only write
-end of its standard input. Lines tell it what to clean up (`session PID`, `directory PATH`); `done` means a proper
-end. End of file without `done` means the launcher is gone. A child between fork and exec holds a copy of that write
-end, so no worker can start after the guardian has seen the end of file.
+end of its standard input. Lines tell it what to clean up (`session PID`, `directory PATH`) and what to run then
+(`command JSON`); `done` means a proper end. End of file without `done` means the launcher is gone. A child between
+fork and exec holds a copy of that write end, so no worker can start after the guardian has seen the end of file.
 
 What belongs to a job: every process in the session of one of its workers, and every process whose
 environment carries the job's mark, which reaches those that left the session (setsid, double fork).
@@ -12,6 +12,7 @@ environment carries the job's mark, which reaches those that left the session (s
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -27,6 +28,7 @@ _EXIT_WAIT_S = 2.0
 _ROUND_S = 2.0
 _TRACKER_WAIT_S = 2.0
 _BEGIN_WAIT_S = 1.0
+_COMMAND_S = 60.0
 _NO_MARK = "-"
 """No job's mark: they are digits."""
 
@@ -205,6 +207,10 @@ class Guardian:
         """Add a directory to remove if the launcher cannot."""
         self._tell(f"directory {path}")
 
+    def run_after(self, command: list[str]) -> None:
+        """Add a command to run if the launcher is gone, once the job's processes are."""
+        self._tell(f"command {json.dumps(command)}")
+
     def _tell(self, line: str) -> None:
         self._lines.append(line)
         self._write(line)
@@ -245,6 +251,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     sessions: list[int] = []
     directories: list[str] = []
+    commands: list[list[str]] = []
     for line in sys.stdin:
         word, _, value = line.rstrip("\n").partition(" ")
         if word == "done":
@@ -253,7 +260,11 @@ def main() -> None:
             sessions.append(int(value))
         elif word == "directory":
             directories.append(value)
+        elif word == "command":
+            commands.append(json.loads(value))
     ended, remaining = kill_members(mark, sessions, timeout_s=10.0)
+    for command in commands:  # before the directories, which they may read
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_COMMAND_S, check=False)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
     if ended:

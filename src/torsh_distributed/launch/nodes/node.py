@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.shared_memory.memory_file import make_kept_memory
@@ -59,10 +59,12 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
     Stopped,
 )
-from torsh_distributed.launch.observing.energy_watch import EnergyWatch
 from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.rank_status import RankStatus
+
+if TYPE_CHECKING:
+    from torsh_distributed.launch.observing.energy_watch import EnergyWatch
 
 _MAX_REVIVALS = 3
 _MAX_DETAIL_CHARS = 500
@@ -109,9 +111,24 @@ class Node:
         self._loop = loop
         self._output = output
         self._observer = JobObserver(spec, loop, output, on_change=self._want_change)
-        self._energy = (
-            None if spec.green is None else EnergyWatch(spec.green, spec, loop, output, take=self._take_energy)
-        )
+        self._pause_share = 0.0
+        self._energy: EnergyWatch | None = None
+        if spec.green is not None:
+            # Imported here: a job that measures nothing starts without.
+            from torsh_distributed.launch.observing.energy_watch import EnergyWatch
+
+            end = partial(self.interrupt, signal.SIGTERM)
+            self._energy = EnergyWatch(
+                spec.green,
+                spec,
+                loop,
+                output,
+                take=self._take_energy,
+                pace=self._pace_workers,
+                stop=end,
+                guardian=self._guardian,
+                directory=self.directory,
+            )
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
         self._leaving: LeavingWatch | None = None
@@ -201,6 +218,8 @@ class Node:
             end=self._attempt.give_up,
         )
         self._attempt.start()
+        if self._pause_share:
+            self._pace_workers(self._pause_share)
         if self._spec.elastic is not None:
             limits = HealthLimits(
                 stopped_s=self._spec.elastic.stop_timeout_s, silent_s=self._spec.elastic.hang_timeout_s
@@ -227,6 +246,7 @@ class Node:
     def _take_own(self, rank: int, message: dict[str, Any]) -> None:
         """A worker of this node measured something: for the observer here, and for node 0's."""
         self._observer.take(rank, message)
+        self._count_energy(rank, message)
         if not self._spec.is_leader:
             self.report(Measured(rank=rank, message=json.dumps(message)))
 
@@ -240,11 +260,25 @@ class Node:
             emit(event)
             self._take_own(-1, record)
 
+    def _pace_workers(self, pause_share: float) -> None:
+        """Let the workers pause between steps; those that are started later hear of it too."""
+        self._pause_share = pause_share
+        if self._attempt is not None:
+            self._attempt.tell({"type": "pace", "pause_share": pause_share})
+
     def take_measured(self, measured: Measured) -> None:
         """On node 0: a worker or a meter of another node measured something."""
         message = json.loads(measured.message)
         if isinstance(message, dict):
             self._observer.take(measured.rank, message)
+            self._count_energy(measured.rank, message)
+
+    def _count_energy(self, rank: int, message: dict[str, Any]) -> None:
+        """On node 0: energy counts against the budget; a rank may tell its epoch."""
+        if self._energy is not None and rank >= 0:
+            self._energy.begin_epoch(message)
+        elif self._energy is not None:
+            self._energy.count(message)
 
     # The control plane of an elastic job
 

@@ -10,10 +10,14 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torsh_distributed import upward
+from torsh_distributed.events import AlertEvent, EnergyEvent, emit
+from torsh_distributed.events.recorded import event_of
 from torsh_distributed.launch.local.failure_report import LauncherOutput
+from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import JobSpec
 
@@ -21,6 +25,11 @@ if TYPE_CHECKING:
     from torsh_distributed.plan.sections.green import GreenConfig
 
 _MAX_RECORD_BYTES = 1 << 14
+_THEN = {
+    "warn": "",
+    "slow": "; workers pause between steps as long as they compute",
+    "stop": "; the job saves and ends",
+}
 
 
 class EnergyWatch:
@@ -34,10 +43,18 @@ class EnergyWatch:
         output: LauncherOutput,
         *,
         take: Callable[[dict[str, Any]], None],
+        pace: Callable[[float], None],
+        stop: Callable[[], None],
+        guardian: Guardian,
+        directory: Path,
     ) -> None:
+        """`pace` tells this node's workers how long to pause, as a multiple of a step; `stop` saves and ends."""
         self._loop = loop
         self._output = output
         self._take = take
+        self._pace = pace
+        self._stop = stop
+        self._budget = upward.load(upward.ENERGY_BUDGET).wanted(config) if spec.is_leader else None
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
         visible = spec.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -48,6 +65,14 @@ class EnergyWatch:
             visible_gpus=visible,
             send=self._send,
         )
+        self._is_spent = False
+        self._limits = directory / "gpu-limits.json"
+        if config.gpu_limit_w is not None:
+            # Said to the guardian first: it restores if this process is killed at any later moment.
+            guardian.run_after(upward.load(upward.GPU_LIMIT).restoring_command(self._limits))
+            upward.load(upward.GPU_LIMIT).limit_gpus(
+                config.gpu_limit_w, visible=visible, record=self._limits, note=self._note
+            )
         loop.watch(self._ours.fileno(), self._hear)
 
     def _send(self, record: dict[str, Any]) -> None:
@@ -66,14 +91,44 @@ class EnergyWatch:
                 return
             record = json.loads(data)
             if record["type"] == "note":
-                self._output.say(f"energy: {record['text']}")
+                self._note(record["text"])
+            elif record["type"] == "pace":
+                self._pace(record["pause_share"])
             else:
                 self._take(record)
 
+    def count(self, record: dict[str, Any]) -> None:
+        """On node 0: what a meter of any node has counted, against the budget."""
+        event = event_of(record) if self._budget is not None else None
+        if self._budget is None or not isinstance(event, EnergyEvent):
+            return
+        for action, told in self._budget.take(event):
+            if self._is_spent:
+                return
+            self._output.warn(f"energy: {told}{_THEN[action]}")
+            emit(AlertEvent(severity=action, name="energy budget", message=f"{told}{_THEN[action]}"))
+            self._is_spent = action == "stop"
+            if action == "stop":
+                self._stop()
+            elif action == "slow":
+                self._pace(1.0)
+
+    def begin_epoch(self, message: dict[str, Any]) -> None:
+        """A rank of this node reports: it may tell its epoch."""
+        facts = message.get("facts")
+        epoch = facts.get("epoch") if isinstance(facts, dict) else None
+        if self._budget is not None and isinstance(epoch, int):
+            self._budget.begin_epoch(epoch)
+
+    def _note(self, text: str) -> None:
+        self._output.say(f"energy: {text}")
+
     def close(self) -> None:
-        """Read once more, pass that on, and stop."""
+        """Read once more, pass that on, stop, and put back what was changed."""
         self._meter.close()
         self._hear()
+        if self._limits.exists():
+            upward.load(upward.GPU_LIMIT).restore_limits(self._limits, note=self._note)
         self._loop.unwatch(self._ours.fileno())
         self._ours.close()
         self._theirs.close()

@@ -68,7 +68,9 @@ class EnergyAccount:
         self._steps_j = self._start_j = self._failures_j = self._undone_j = self._skipped_j = 0.0
         self._num_steps = self._num_samples = 0
         self._waited_s = self._stepped_s = 0.0
-        self._grams = self._ungraded_j = 0.0
+        self._grams: float | None = None
+        self._ungraded_j = 0.0
+        self._renewable_j = self._known_j = 0.0
         self._peak_w = 0.0
         self._begin = math.inf
         self.carbon: events.CarbonEvent | None = None
@@ -108,7 +110,10 @@ class EnergyAccount:
         if event.g_per_kwh is None:
             self._ungraded_j += event.joules
         else:
-            self._grams += event.joules / J_PER_KWH * event.g_per_kwh
+            self._grams = (self._grams or 0.0) + event.joules / J_PER_KWH * event.g_per_kwh
+        if self.carbon is not None and self.carbon.renewable_share is not None:
+            self._renewable_j += event.joules * self.carbon.renewable_share
+            self._known_j += event.joules
         self._share_out()
 
     def take_carbon(self, event: events.CarbonEvent) -> None:
@@ -219,8 +224,9 @@ class EnergyAccount:
             other_j=max(0.0, total_j - attributed_j),
             num_steps=self._num_steps,
             num_samples=self._num_samples,
-            grams=None if self._ungraded_j >= total_j and total_j > 0 else self._grams,
+            grams=self._grams,
             ungraded_j=self._ungraded_j,
+            renewable_share=self._renewable_j / self._known_j if self._known_j > 0 else None,
             predicted_j=predicted_j,
             predicted_error_j=error_j,
             meters=tuple(

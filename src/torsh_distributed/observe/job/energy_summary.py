@@ -54,6 +54,8 @@ class EnergySummary:
     """CO2 at the intensity of each interval; None if no intensity was known."""
     ungraded_j: float
     """Energy of intervals without an intensity: no part of the grams."""
+    renewable_share: float | None = None
+    """Of the energy for which the feed told it."""
     predicted_j: float | None = None
     """At the end of the job, at the present rate; None where the number of steps is not known."""
     predicted_error_j: float | None = None

@@ -167,7 +167,7 @@ def gpu_counters(visible: str = "") -> list[EnergyCounter]:
     if not handles or importlib.util.find_spec("pynvml") is None:
         return []
     found: list[EnergyCounter] = []
-    for index in _chosen(handles, visible):
+    for index in chosen_gpus(handles, visible):
         counter = _gpu_counter(index, handles[index])
         if counter is not None:
             found.append(counter)
@@ -193,7 +193,7 @@ def _gpu_counter(index: int, handle: Any) -> EnergyCounter | None:
     return IntegratedPower(f"gpu {index}", "nvml", read_w, max_w=max_w)
 
 
-def _chosen(handles: dict[int, Any], visible: str) -> list[int]:
+def chosen_gpus(handles: dict[int, Any], visible: str) -> list[int]:
     """Indices of the driver: a name of CUDA's may be an index, or the beginning of a UUID."""
     if not visible.strip():
         return list(handles)

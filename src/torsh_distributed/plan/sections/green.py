@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Iterator
+from typing import Literal
 
+from pydantic import Field
+from typing_extensions import override
+
+from torsh_distributed.plan.problems import Problem
 from torsh_distributed.plan.section import Section
 
 
@@ -20,3 +25,55 @@ class GreenConfig(Section):
     node_full_w: float | None = Field(default=None, gt=0)
     """Power of a node's processors at full load, for the estimate where they have no meter that can be read. Left out:
     the thermal design power of a table, or an assumption for each core."""
+
+    carbon: Literal["none", "fixed", "file", "gb", "electricity_maps", "watttime", "country"] = "none"
+    """Where the grid's carbon intensity comes from. Without it no grams are counted. `country` is a year's mean."""
+
+    zone: str | None = Field(default=None, min_length=1)
+    """The grid: GB, a zone of Electricity Maps, a region of WattTime, or for `country` a name or code such as DEU."""
+
+    carbon_file: str | None = Field(default=None, min_length=1)
+    """CSV with the columns time and g_per_kwh, for `carbon = "file"`."""
+
+    carbon_url: str | None = Field(default=None, min_length=1)
+    """Address of the feed instead of its own: a mirror or a proxy."""
+
+    g_per_kwh: float | None = Field(default=None, ge=0)
+    """Grams of CO2 for a kilowatt-hour, for `carbon = "fixed"`."""
+
+    max_kwh: float | None = Field(default=None, gt=0)
+    """Energy that the run may take. Left out: any."""
+
+    max_epoch_kwh: float | None = Field(default=None, gt=0)
+    """Energy that an epoch may take. Left out: any."""
+
+    max_co2_kg: float | None = Field(default=None, gt=0)
+    """CO2 that the run may cause; needs `carbon`. Left out: any."""
+
+    on_budget: Literal["warn", "slow", "stop"] = "warn"
+    """What happens when a budget is spent: a warning; pauses between steps as long as the steps; or a checkpoint after
+    the step and the end of the job, which can go on later."""
+
+    power_cap_w: float | None = Field(default=None, gt=0)
+    """Mean power that a node may take: its workers pause between steps. No setting of the machine is changed. Left out:
+    no pauses."""
+
+    gpu_limit_w: float | None = Field(default=None, gt=0)
+    """Power limit of each GPU of the job, through the driver; needs root and a GPU that nobody else uses. What it was
+    is put back at the end, also of a launcher that is killed. Left out: the limit stays."""
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        """What a feed needs, and what has no effect without one."""
+        needs = {"fixed": "g_per_kwh", "file": "carbon_file"}
+        zoned = ("electricity_maps", "watttime", "country")
+        needed = needs.get(self.carbon) or ("zone" if self.carbon in zoned else None)
+        if needed is not None and getattr(self, needed) is None:
+            yield Problem(needed, f'green.carbon = "{self.carbon}" needs green.{needed}', f"set green.{needed}")
+        if self.carbon == "gb" and self.zone not in (None, "GB"):
+            yield Problem("zone", 'green.carbon = "gb" knows the zone GB alone', "leave green.zone out")
+        for key in ("g_per_kwh", "carbon_file"):
+            if getattr(self, key) is not None and needs.get(self.carbon) != key:
+                yield Problem(key, f'green.{key} has no effect with green.carbon = "{self.carbon}"', "leave it out")
+        if self.max_co2_kg is not None and self.carbon == "none":
+            yield Problem("max_co2_kg", "green.max_co2_kg needs a carbon intensity", "set green.carbon")

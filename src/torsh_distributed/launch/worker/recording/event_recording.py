@@ -18,6 +18,7 @@ from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note
 from torsh_distributed.launch.worker.recording.hardware_samples import HardwareSamples
 from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples, StepSamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
+from torsh_distributed.launch.worker.recording.step_pauses import pause_as_asked
 from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE, use_loader_workers
 from torsh_distributed.observe.settings import ObserveSettings
 
@@ -107,6 +108,7 @@ def report_metrics(wanted: ObserveSettings | None = None) -> None:
     if not interval and not is_wanted:
         return
     line = open_line()
+    pause_as_asked()
     if line is None and (not is_wanted or interval):
         return  # a child of a worker: the worker itself reports
     from torsh_distributed.observe.metrics.process_metrics import start_reporting

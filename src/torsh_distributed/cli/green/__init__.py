@@ -1,0 +1,1 @@
+"""`torsh green`: what runs cost in energy and CO2, and when to run."""

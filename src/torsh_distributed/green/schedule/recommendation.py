@@ -1,0 +1,122 @@
+"""When to run a job, what that saves against running it now, and what the answer stands on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.green.carbon.feeds import CarbonFeed
+from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
+from torsh_distributed.green.schedule.allocation import Allocation, JobShape, allocate, run_now
+from torsh_distributed.green.schedule.forecast import slots_ahead
+
+ScheduleAction = Literal["train", "reduce", "hold", "defer"]
+"""What to do now: with all workers, with fewer, with none and go on later, or not begin yet."""
+
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def read_deadline(text: str, *, now: float) -> float:
+    """Seconds since the epoch of `96h`, `4d`, `90m` from now, or of a time; raises InvalidArgument if it is past."""
+    span = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text.strip())
+    found = now + float(span[1]) * _UNITS_S[span[2]] if span else read_time(text)
+    if found <= now:
+        raise InvalidArgument("the deadline is in the past", hint="give one ahead, such as 96h", got=text[:60])
+    return found
+
+
+def action_now(plan: Allocation, *, max_workers: int, has_begun: bool) -> ScheduleAction:
+    """What a plan says about its first slot."""
+    workers = plan.slots[0].workers if plan.slots else 0
+    if workers >= max_workers:
+        return "train"
+    if workers:
+        return "reduce"
+    return "hold" if has_begun else "defer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The answer of `torsh green when`."""
+
+    action: ScheduleAction
+    plan: Allocation
+    now: Allocation
+    current: Intensity
+    known_until: float
+    until: float
+
+    @property
+    def saved_grams(self) -> float:
+        """Against running now with all workers."""
+        return self.now.grams - self.plan.grams
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "action": self.action,
+            "windows": [
+                {"start": _clock(start), "end": _clock(end), "workers": workers}
+                for start, end, workers in self.plan.windows
+            ],
+            "grams": self.plan.grams,
+            "grams_now": self.now.grams,
+            "saved_grams": self.saved_grams,
+            "saved_share": self.saved_grams / self.now.grams if self.now.grams > 0 else 0.0,
+            "kwh": self.plan.kwh,
+            "done_at": _clock(self.plan.done_at),
+            "deadline": _clock(self.until),
+            "g_per_kwh_now": self.current.g_per_kwh,
+            "renewable_share_now": self.current.renewable_share,
+            "source": self.current.source,
+            "zone": self.current.zone,
+            "signal": self.current.signal,
+            "forecast_until": _clock(self.known_until),
+        }
+
+    def in_words(self) -> str:
+        """For people."""
+        told = self.to_dict()
+        lines = [
+            (
+                f"now: {self.action}; {self.current.g_per_kwh:.0f} g/kWh, {self.current.signal}, {self.current.basis}, "
+                f"zone {self.current.zone}, by {self.current.source}"
+            )
+        ]
+        lines += [f"train from {row['start']} to {row['end']} with {row['workers']} workers" for row in told["windows"]]
+        lines.append(
+            f"{self.plan.grams / 1e3:.3g} kg CO2, done at {told['done_at']}; run now: {self.now.grams / 1e3:.3g} kg; "
+            f"saves {told['saved_share']:.0%}"
+        )
+        if self.known_until < self.until - 1:
+            lines.append(
+                f"the feed forecasts until {told['forecast_until']}; then the same hour of the day before stands in"
+            )
+        return "\n".join(lines)
+
+
+def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> Recommendation:
+    """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is."""
+    series = IntensitySeries(feed.fetch(now))
+    current = series.at(now)
+    if current is None:
+        raise InvalidArgument("the feed has no intensity for now", hint="is the file or the feed up to date?")
+    slots, known_until = slots_ahead(series, now=now, until=until)
+    at_once = run_now(job, slots)
+    if at_once.done_at is None:
+        need_h = job.work_h / job.speeds[-1]
+        raise InvalidArgument(
+            f"the job takes {need_h:.1f} h with {job.max_workers} workers and the deadline is in "
+            f"{(until - now) / 3600:.1f} h",
+            hint="give a later deadline or more workers",
+        )
+    plan = min(allocate(job, slots), at_once, key=lambda one: one.grams)
+    action = action_now(plan, max_workers=job.max_workers, has_begun=False)
+    return Recommendation(action=action, plan=plan, now=at_once, current=current, known_until=known_until, until=until)
+
+
+def _clock(time: float | None) -> str | None:
+    return None if time is None else datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%MZ")

@@ -1,0 +1,55 @@
+/* A stand-in for NVIDIA's driver library: GPUs whose numbers are files in the directory NVML_STAND_IN.
+   energy-N and limit-N in mJ and mW, busy-N with a number of processes; a file `locked` refuses changes of limits. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { int index; } device;
+static device devices[8];
+
+static char *place(char *path, const char *name, int index) {
+    snprintf(path, 512, index < 0 ? "%s/%s" : "%s/%s-%d", getenv("NVML_STAND_IN"), name, index);
+    return path;
+}
+static long long number(const char *name, int index, long long otherwise) {
+    char path[512];
+    long long value = otherwise;
+    FILE *file = fopen(place(path, name, index), "r");
+    if (file) { if (fscanf(file, "%lld", &value) != 1) value = otherwise; fclose(file); }
+    return value;
+}
+int nvmlInitWithFlags(unsigned flags) { return getenv("NVML_STAND_IN") ? 0 : 9; }
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return code == 4 ? "Insufficient Permissions" : "stand-in"; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = (unsigned)number("count", -1, 1); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, device **handle) {
+    devices[index].index = (int)index; *handle = &devices[index]; return 0;
+}
+int nvmlDeviceGetUUID(device *one, char *text, unsigned length) {
+    snprintf(text, length, "GPU-stand-in-%d", one->index); return 0;
+}
+int nvmlDeviceGetTotalEnergyConsumption(device *one, unsigned long long *mj) {
+    long long value = number("energy", one->index, -1);
+    if (value < 0) return 3;
+    *mj = (unsigned long long)value; return 0;
+}
+int nvmlDeviceGetPowerManagementLimit(device *one, unsigned *mw) { *mw = (unsigned)number("limit", one->index, 650000); return 0; }
+int nvmlDeviceGetPowerManagementLimitConstraints(device *one, unsigned *low, unsigned *high) { *low = 200000; *high = 700000; return 0; }
+int nvmlDeviceSetPowerManagementLimit(device *one, unsigned mw) {
+    char path[512], renamed[512];
+    if (number("locked", -1, 0)) return 4;
+    place(path, "limit", one->index);
+    snprintf(renamed, sizeof renamed, "%s.new", path);
+    FILE *file = fopen(renamed, "w");
+    if (!file) return 999;
+    fprintf(file, "%u\n", mw); fclose(file);
+    return rename(renamed, path) ? 999 : 0;
+}
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu, compute; } process;
+int nvmlDeviceGetComputeRunningProcesses_v3(device *one, unsigned *count, process *found) {
+    unsigned present = (unsigned)number("busy", one->index, 0);
+    if (*count < present) { *count = present; return present ? 7 : 0; }
+    if (found) memset(found, 0, present * sizeof *found);
+    *count = present; return 0;
+}

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_app import torsh
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.green.schedule.recommendation import read_deadline
+
+NOW = 1_800_000_000.0
+
+
+def test_a_deadline_is_a_span_or_a_time_ahead() -> None:
+    assert read_deadline("96h", now=NOW) == NOW + 96 * 3600
+    assert read_deadline("1.5d", now=NOW) == NOW + 36 * 3600
+    assert read_deadline("2027-01-20T00:00Z", now=NOW) > NOW
+    for text, match in (("2020-01-01T00:00Z", "in the past"), ("soon", "no time")):
+        with pytest.raises(InvalidArgument, match=match):
+            read_deadline(text, now=NOW)
+
+
+def test_the_command_says_when_to_run_and_what_it_saves(tmp_path: Path) -> None:
+    now = time.time()
+    rows = [(now + 3600 * hour, 100 if 6 <= hour < 12 else 400) for hour in range(-1, 30)]
+    trace = tmp_path / "trace.csv"
+    lines = [f"{datetime.fromtimestamp(start, UTC).isoformat()},{grams}" for start, grams in rows]
+    trace.write_text("time,g_per_kwh\n" + "\n".join(lines) + "\n")
+    done = torsh("green", "when", "--file", str(trace), "--deadline", "24h", "--hours", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["action"] == "defer"
+    assert told["saved_share"] == pytest.approx(0.75, abs=0.02)
+    assert len(told["windows"]) == 1
+    late = torsh("green", "when", "--file", str(trace), "--deadline", "2h", "--hours", "4")
+    assert late.returncode == 1
+    assert "the job takes 4.0 h with 1 workers and the deadline is in 2.0 h" in late.stderr
