@@ -37,7 +37,7 @@ PRELOADED = ("torsh_distributed.train.assemble", "torsh_distributed.elastic.in_p
 JOB_METER = "torsh_distributed.green.job_meter:JobMeter"
 """`launch`: reads the meters of a node, in jobs that ask for it; others do not import it."""
 
-ENERGY_BUDGET = "torsh_distributed.green.budget:EnergyBudget"
+ENERGY_BUDGET = "torsh_distributed.green.energy_budget:EnergyBudget"
 """`launch`: says when a job has spent what its plan allows."""
 
 GPU_LIMIT = "torsh_distributed.green.power.gpu_limit"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries
-from torsh_distributed.green.schedule.allocation import Allocation, JobShape, TimeSlot, allocate, run_now
+from torsh_distributed.green.schedule.allocation import JobShape, TimeSlot, WorkerSchedule, allocate, run_now
 from torsh_distributed.green.schedule.forecast import slots_ahead
 
 _HOUR = 3600.0
@@ -63,7 +63,7 @@ def test_no_other_allocation_of_whole_hours_emits_less(values: list[int], work: 
     assert _work(plan, speed) >= work - 1e-6
 
 
-def _work(plan: Allocation, speed: tuple[float, ...]) -> float:
+def _work(plan: WorkerSchedule, speed: tuple[float, ...]) -> float:
     return sum(speed[one.workers] * one.share * one.slot.hours for one in plan.slots)
 
 

@@ -81,7 +81,7 @@ def when(
 
     from torsh_distributed.green.carbon.feeds import make_feed
     from torsh_distributed.green.schedule.allocation import JobShape
-    from torsh_distributed.green.schedule.recommendation import read_deadline, recommend
+    from torsh_distributed.green.schedule.run_times import read_deadline, recommend
 
     now = time.time()
     until = read_deadline(deadline, now=now)

@@ -1,1 +1,1 @@
-"""When to run: `allocation` plans workers over time, `forecast` fills the time ahead, `carbon_policy` follows it."""
+"""When to run: `allocation` plans workers over time, `forecast` has the time ahead, `run_times` the answer."""

@@ -67,7 +67,7 @@ class SlotWorkers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
+class WorkerSchedule:
     """A plan: who trains when, what that emits, and when it is done."""
 
     slots: tuple[SlotWorkers, ...]
@@ -91,7 +91,7 @@ class Allocation:
         return found
 
 
-def allocate(job: JobShape, slots: Sequence[TimeSlot]) -> Allocation:
+def allocate(job: JobShape, slots: Sequence[TimeSlot]) -> WorkerSchedule:
     """The workers of each slot with the least CO2; `done_at` is None if all of them do not suffice."""
     chosen = [0] * len(slots)
     shares = [1.0] * len(slots)
@@ -120,7 +120,7 @@ def allocate(job: JobShape, slots: Sequence[TimeSlot]) -> Allocation:
     return _weighed(job, slots, chosen, shares, is_done=left_h <= 1e-9)
 
 
-def run_now(job: JobShape, slots: Sequence[TimeSlot]) -> Allocation:
+def run_now(job: JobShape, slots: Sequence[TimeSlot]) -> WorkerSchedule:
     """The same job from the first slot on, with all workers, until it is done."""
     chosen, shares, left_h = [0] * len(slots), [1.0] * len(slots), job.work_h
     for index, slot in enumerate(slots):
@@ -139,7 +139,7 @@ def _gain(job: JobShape, workers: int) -> float:
 
 def _weighed(
     job: JobShape, slots: Sequence[TimeSlot], chosen: Sequence[int], shares: Sequence[float], *, is_done: bool
-) -> Allocation:
+) -> WorkerSchedule:
     """Add up: workers that train, and those that wait until the job is done."""
     last = max((index for index, workers in enumerate(chosen) if workers), default=-1)
     grams = kwh = 0.0
@@ -156,4 +156,4 @@ def _weighed(
     done_at = None
     if is_done and last >= 0:
         done_at = slots[last].start + shares[last] * (slots[last].end - slots[last].start)
-    return Allocation(slots=tuple(rows), grams=grams, kwh=kwh, done_at=done_at)
+    return WorkerSchedule(slots=tuple(rows), grams=grams, kwh=kwh, done_at=done_at)

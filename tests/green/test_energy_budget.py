@@ -4,7 +4,7 @@ import pytest
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import EnergyEvent
-from torsh_distributed.green.budget import EnergyBudget
+from torsh_distributed.green.energy_budget import EnergyBudget
 from torsh_distributed.green.power.pacing import MOST_PAUSE, PaceControl
 from torsh_distributed.plan import GreenConfig
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.test_app import torsh
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.green.schedule.recommendation import read_deadline
+from torsh_distributed.green.schedule.run_times import read_deadline
 
 NOW = 1_800_000_000.0
 

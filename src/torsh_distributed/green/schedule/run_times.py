@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.green.carbon.feeds import CarbonFeed
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
-from torsh_distributed.green.schedule.allocation import Allocation, JobShape, allocate, run_now
+from torsh_distributed.green.schedule.allocation import JobShape, WorkerSchedule, allocate, run_now
 from torsh_distributed.green.schedule.forecast import slots_ahead
 
 ScheduleAction = Literal["train", "reduce", "hold", "defer"]
@@ -28,7 +28,7 @@ def read_deadline(text: str, *, now: float) -> float:
     return found
 
 
-def action_now(plan: Allocation, *, max_workers: int, has_begun: bool) -> ScheduleAction:
+def action_now(plan: WorkerSchedule, *, max_workers: int, has_begun: bool) -> ScheduleAction:
     """What a plan says about its first slot."""
     workers = plan.slots[0].workers if plan.slots else 0
     if workers >= max_workers:
@@ -39,12 +39,12 @@ def action_now(plan: Allocation, *, max_workers: int, has_begun: bool) -> Schedu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recommendation:
+class RunTimes:
     """The answer of `torsh green when`."""
 
     action: ScheduleAction
-    plan: Allocation
-    now: Allocation
+    plan: WorkerSchedule
+    now: WorkerSchedule
     current: Intensity
     known_until: float
     until: float
@@ -98,7 +98,7 @@ class Recommendation:
         return "\n".join(lines)
 
 
-def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> Recommendation:
+def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> RunTimes:
     """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is."""
     series = IntensitySeries(feed.fetch(now))
     current = series.at(now)
@@ -115,7 +115,7 @@ def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> R
         )
     plan = min(allocate(job, slots), at_once, key=lambda one: one.grams)
     action = action_now(plan, max_workers=job.max_workers, has_begun=False)
-    return Recommendation(action=action, plan=plan, now=at_once, current=current, known_until=known_until, until=until)
+    return RunTimes(action=action, plan=plan, now=at_once, current=current, known_until=known_until, until=until)
 
 
 def _clock(time: float | None) -> str | None:
