@@ -83,6 +83,78 @@ def simulate_command(
     _finish(result, output)
 
 
+@app.command("serve")
+def serve_command(
+    task: Task,
+    directory: Annotated[Path, typer.Option(help="Keys, devices and rounds are kept here; a later run goes on.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any but loopback lets others connect.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="How many new enrolment tokens to print.")] = 0,
+    revoke: Annotated[list[str] | None, typer.Option(help="A device that may not take part any more.")] = None,
+    deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
+    rounds: Rounds = None,
+    per_round: PerRound = None,
+    min_clients: Annotated[int | None, typer.Option(min=1, help="The fewest updates that make a round.")] = None,
+    epochs: Epochs = None,
+    strategy: StrategyName = None,
+    selection: SelectionName = None,
+    seed: Seed = None,
+) -> None:
+    """Train with devices, which join over TLS."""
+    from torsh_distributed.federated.deployment.serve import serve_devices
+    from torsh_distributed.federated.federated_task import load_task
+
+    loaded = load_task(task)
+    config = _config(
+        loaded,
+        rounds=rounds,
+        clients_per_round=per_round,
+        min_clients=min_clients,
+        local_epochs=epochs,
+        strategy=strategy,
+        selection=selection,
+        seed=seed,
+    )
+    result = serve_devices(
+        loaded,
+        config=config,
+        directory=directory,
+        host=host,
+        port=port,
+        num_tokens=tokens,
+        revoked=revoke or [],
+        deadline_s=deadline_s,
+        say=typer.echo,
+        on_round=_print_round,
+    )
+    _finish(result, directory)
+
+
+@app.command("join")
+def join_command(
+    server: Annotated[str, typer.Argument(help="HOST:PORT of the server.")],
+    task: Task,
+    name: Annotated[str, typer.Option(help="This device's name; it stays the same.")],
+    directory: Annotated[Path, typer.Option(help="The device's key is kept here.")],
+    token: Annotated[str | None, typer.Option(help="To enrol, the first time.")] = None,
+    give_up_s: Annotated[float, typer.Option(min=0, help="How long the server may be away.")] = 60.0,
+) -> None:
+    """Take part as a device, with the data that it has."""
+    from torsh_distributed.errors import InvalidArgument
+    from torsh_distributed.federated.deployment.device_client import DeviceClient
+    from torsh_distributed.federated.federated_task import load_task
+
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidArgument("the server is given as HOST:PORT", server=server)
+    client = DeviceClient(
+        load_task(task), (host, int(port)), name=name, directory=directory, token=token, give_up_s=give_up_s
+    )
+    typer.echo(f"the run is over; this device sent {client.run()} updates")
+
+
 def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
     """The task's config with what the command line says."""
     from torsh_distributed.federated.client_selection import selection_named

@@ -16,11 +16,11 @@ _DIGEST_BYTES = 32
 
 
 class RoundFile:
-    """`rounds.state` in a run's directory."""
+    """`rounds.state` in a run's directory, or what else is kept beside it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = "rounds.state") -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "rounds.state"
+        self._path = directory / name
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the state. After a crash the file has the old one or the new one, never a part."""

@@ -1,0 +1,149 @@
+"""A device's end: enrols once, then trains on its own data whenever the server asks, until the run is over."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.comm.serialization import deserialize
+from torsh_distributed.comm.transport.connection import Connection
+from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, TorshError, first_line
+from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken, client_context
+from torsh_distributed.federated.deployment.device_messages import (
+    checked_head,
+    joining_message,
+    over_tls,
+    pack_update,
+    update_message,
+)
+from torsh_distributed.federated.federated_task import FederatedTask
+from torsh_distributed.federated.local_training import train_client
+from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.rounds.round_order import RoundOrder
+from torsh_distributed.private_files import open_private
+
+_log = logging.getLogger(__name__)
+_CONNECT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+
+class DeviceClient:
+    """One device. Its key and its server's certificate are in `directory`, so it joins again without a token."""
+
+    def __init__(
+        self,
+        task: FederatedTask,
+        address: tuple[str, int],
+        *,
+        name: str,
+        directory: Path,
+        token: str | None = None,
+        give_up_s: float = 60.0,
+    ) -> None:
+        """`give_up_s`: how long the server may be away before `run` ends with an error."""
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._task = task
+        self._address = address
+        self._name = name
+        self._give_up_s = give_up_s
+        self._key = DeviceKey.load_or_make(directory / "device.key")
+        self._server_file = directory / "server.digest"
+        self._token = None if token is None else EnrolmentToken.parse(token)
+        self._server_digest = self._known_server()
+        self._replica = ModelVector(task.model())
+        self._data = task.device_data(name)
+        self._ended = threading.Event()
+
+    def _known_server(self) -> bytes:
+        """The digest of the server's certificate: the token's, or that of the enrolment before."""
+        if self._token is not None:
+            return self._token.server_digest
+        if not self._server_file.exists():
+            raise InvalidArgument("this device is not enrolled", hint="join with --token, once")
+        return self._server_file.read_bytes()
+
+    def run(self) -> int:
+        """Take part until the server ends the run; returns how many updates were sent. Comes again after a cut."""
+        num_updates, pause_s = 0, _FIRST_PAUSE_S
+        last_seen_s = time.monotonic()
+        while True:
+            try:
+                connection = self._join()
+            except OSError as error:
+                if isinstance(error, TorshError) and not isinstance(error, CommunicationError):
+                    raise
+                if time.monotonic() - last_seen_s > self._give_up_s:
+                    raise CommunicationError(
+                        f"the server cannot be reached: {first_line(error)}", address=str(self._address)
+                    ) from error
+                self._ended.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            pause_s = _FIRST_PAUSE_S
+            try:
+                while (head_payload := connection.receive(waits=True))[0] != ["end"]:
+                    num_updates += self._answer(connection, *head_payload)
+                return num_updates
+            except OSError as error:
+                _log.warning("the connection to the server ended: %s", first_line(error))
+                last_seen_s = time.monotonic()
+            finally:
+                connection.close()
+
+    def _join(self) -> Connection:
+        """A connection to the server that this device was enrolled with. ConfigurationError if it refuses."""
+        sock = socket.create_connection(self._address, timeout=_CONNECT_S)
+        try:
+            tls = client_context().wrap_socket(sock)
+        except OSError:
+            sock.close()
+            raise
+        shown = hashlib.sha256(tls.getpeercert(binary_form=True) or b"").digest()
+        if shown != self._server_digest:
+            tls.close()
+            raise ConfigurationError(
+                "this is not the server that the device was enrolled with: it shows another certificate",
+                address=str(self._address),
+            )
+        connection = over_tls(tls, 16 * self._replica.numel + (1 << 16), _CONNECT_S)
+        try:
+            self._introduce(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _introduce(self, connection: Connection) -> None:
+        (nonce,) = checked_head(connection.receive()[0], bytes)
+        kind = "join" if self._token is None else "enrol"
+        secret = b"" if self._token is None else self._token.secret
+        fingerprint = self._replica.fingerprint
+        signature = self._key.sign(joining_message(kind, nonce, self._server_digest, self._name, fingerprint))
+        connection.send([kind, self._name, self._key.public, secret, fingerprint, signature])
+        head, _ = connection.receive()
+        if head != ["welcome"]:
+            (reason,) = checked_head(head, str)
+            raise ConfigurationError(f"the server refused this device: {reason}", device=self._name)
+        if self._token is not None:
+            with os.fdopen(open_private(self._server_file, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.write(self._server_digest)
+            self._token = None
+
+    def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
+        """Do the work; how many updates were sent."""
+        (nonce,) = checked_head(head, bytes)
+        try:
+            order = RoundOrder(**deserialize(bytes(payload)))
+            update, _ = train_client(self._task, self._replica, order.model, self._data, order.work_of(self._name), {})
+        except Exception as error:  # of the task's own code, or an order of another version
+            connection.send(["failed", nonce, f"{type(error).__name__}: {first_line(error)}"[:200]])
+            return 0
+        packed = pack_update(update)
+        connection.send(["update", nonce, self._key.sign(update_message(nonce, packed))], packed)
+        return 1

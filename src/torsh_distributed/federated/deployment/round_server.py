@@ -1,0 +1,348 @@
+"""The server's end: accepts devices, asks them for updates, and looks at each reply by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.comm.serialization import serialize
+from torsh_distributed.comm.transport.connection import Connection
+from torsh_distributed.comm.transport.frames import BadFrame
+from torsh_distributed.errors import ConfigurationError, SerializationError, TorshError, first_line
+from torsh_distributed.federated.client_selection import ClientFacts
+from torsh_distributed.federated.deployment.device_identity import (
+    DeviceKey,
+    EnrolmentToken,
+    is_signed_by,
+    server_context,
+)
+from torsh_distributed.federated.deployment.device_messages import (
+    checked_head,
+    joining_message,
+    open_update,
+    over_tls,
+    update_message,
+)
+from torsh_distributed.federated.deployment.enrolment import DeviceList
+from torsh_distributed.federated.federated_config import FederatedConfig
+from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy
+from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
+
+_log = logging.getLogger(__name__)
+_JOIN_S = 10.0
+_MOST_STRANGERS = 64
+
+
+class _Device:
+    """A device that is connected. One thread sends and receives: TLS does not promise more."""
+
+    def __init__(self, name: str, public: bytes, connection: Connection) -> None:
+        self.name = name
+        self.public = public
+        self.connection = connection
+        self.nonce = b""
+        """Of the work it has; empty: none."""
+        self._outbox: deque[tuple[list[Any], bytes]] = deque()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def say(self, head: list[Any], payload: bytes = b"") -> None:
+        """From any thread: have a message sent, with the server's lock held."""
+        if self._wakeup >= 0:
+            self._outbox.append((head, payload))
+            os.eventfd_write(self._wakeup, 1)
+
+    def replies(self) -> Iterator[tuple[Any, memoryview]]:
+        """What the device says; in between, what there is to say is sent. Ends after the end was said."""
+        poller = select.poll()
+        poller.register(self.connection.fileno(), select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd != self._wakeup:
+                    yield self.connection.receive()
+                    continue
+                os.eventfd_read(self._wakeup)
+                while self._outbox:
+                    head, payload = self._outbox.popleft()
+                    self.connection.send(head, payload)
+                    if head == ["end"]:
+                        return
+
+    def close(self) -> None:
+        """With the server's lock held."""
+        os.close(self._wakeup)
+        self._wakeup = -1
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """The round that devices work on."""
+
+    order: RoundOrder
+    intake: UpdateIntake
+    waiting: set[str] = field(default_factory=set)
+
+
+class RoundServer:
+    """A cohort of devices (see `Cohort`). A context manager; its threads end with it."""
+
+    def __init__(
+        self,
+        config: FederatedConfig,
+        *,
+        directory: Path,
+        fingerprint: str,
+        numel: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        deadline_s: float = 600.0,
+    ) -> None:
+        """`deadline_s`: of a round, and of waiting for `min_clients` devices before one."""
+        if isinstance(config.privacy, CentralPrivacy) or not config.strategy.takes_any_mean:
+            raise ConfigurationError(
+                "central privacy, SCAFFOLD and FedNova run in simulations only so far",
+                hint="choose another strategy, or LocalPrivacy",
+                strategy=config.strategy.name,
+            )
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._config = config
+        self._fingerprint = fingerprint
+        self._most_bytes = 16 * numel + (1 << 16)
+        self._deadline_s = deadline_s
+        self._context, self.digest = server_context(directory, DeviceKey.load_or_make(directory / "server.key"))
+        self.devices = DeviceList(directory)
+        self._changed = threading.Condition()
+        self._connected: dict[str, _Device] = {}
+        self._facts: dict[str, ClientFacts] = {}
+        self._open: _OpenRound | None = None
+        self._is_closed = False
+        self._threads: set[threading.Thread] = set()
+        self._sockets: set[socket.socket] = set()
+        self._listening = socket.create_server((host, port))
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._start(self._accept)
+
+    def new_token(self) -> str:
+        """For one device."""
+        return EnrolmentToken(self.devices.add_token(), self.digest).text()
+
+    def revoke(self, name: str) -> None:
+        """Turn a device out, now and for good."""
+        self.devices.revoke(name)
+        with self._changed:
+            device = self._connected.get(name)
+        if device is not None:
+            device.connection.cut()
+
+    # For the round loop
+
+    def clients(self) -> list[ClientFacts]:
+        """Devices that are connected, once there are enough for a round or the deadline has come."""
+        with self._changed:
+            enough = self._config.min_clients
+            self._changed.wait_for(lambda: len(self._connected) >= enough, self._deadline_s)
+            return [self._facts.setdefault(name, ClientFacts(client=name)) for name in sorted(self._connected)]
+
+    def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
+        """Ask these devices; returns when all have answered or left, or at the deadline."""
+        intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
+        payload = serialize(order.plain())
+        with self._changed:
+            self._open = _OpenRound(order, intake, set(chosen))
+            num_asked = 0
+            for name in chosen:
+                device = self._connected.get(name)
+                if device is None:
+                    self._fail(name, "it is not connected")
+                else:
+                    device.nonce = secrets.token_bytes(16)
+                    device.say(["work", device.nonce], payload)
+                    num_asked += 1
+            self._changed.wait_for(lambda: not self._waiting(), self._deadline_s)
+            for name in list(self._waiting()):
+                self._fail(name, "it did not answer in time")
+            self._open = None
+            for device in self._connected.values():
+                device.nonce = b""
+            for name in chosen:
+                self._facts[name].num_delivered += name not in intake.replies.failures
+        intake.replies.bytes_down = len(payload) * num_asked
+        return intake.replies
+
+    def _waiting(self) -> set[str]:
+        return set() if self._open is None else self._open.waiting
+
+    def round_counts(self, order: RoundOrder) -> None:
+        """Devices keep nothing from round to round."""
+
+    def state(self) -> Mapping[str, object]:
+        """What was counted and measured of devices."""
+        return {"facts": [asdict(facts) for facts in self._facts.values()]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._facts = {facts["client"]: ClientFacts(**facts) for facts in state["facts"]}
+
+    # Connections
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return  # closed
+            with self._changed:
+                is_full = len(self._sockets) - len(self._connected) >= _MOST_STRANGERS
+                if not is_full:
+                    self._sockets.add(sock)
+            if is_full:
+                sock.close()
+            else:
+                self._start(self._serve, sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection, on a thread of its own."""
+        device: _Device | None = None
+        try:
+            sock.settimeout(_JOIN_S)
+            tls = self._context.wrap_socket(sock, server_side=True)
+            with self._changed:
+                self._sockets.discard(sock)
+                self._sockets.add(tls)
+            sock = tls
+            device = self._admit(over_tls(tls, self._most_bytes, _JOIN_S))
+            device.connection.limit(self._deadline_s)
+            for head, payload in device.replies():
+                self._take(device, head, payload)
+        except (OSError, SerializationError) as error:
+            _log.info("a connection ended: %s", first_line(error))
+        finally:
+            self._forget(device, sock)
+
+    def _admit(self, connection: Connection) -> _Device:
+        """Who proves that it is an enrolled device, with the model of this server; BadFrame if not."""
+        nonce = secrets.token_bytes(32)
+        connection.send(["hello", nonce])
+        head, _ = connection.receive()
+        name, public, secret, fingerprint, signature = checked_head(head, str, bytes, bytes, str, bytes)
+        signed = joining_message(str(head[0]), nonce, self.digest, name, fingerprint)
+        try:
+            if not is_signed_by(public, signature, signed):
+                raise ConfigurationError("the signature is not that of this key")
+            if fingerprint != self._fingerprint:
+                raise ConfigurationError("its task has another model than the server's")
+            if head[0] == "enrol":
+                self.devices.enrol(name, public, secret)
+            if self.devices.key_of(name) != public:
+                raise ConfigurationError(f"{name!r} is enrolled with another key")
+        except TorshError as error:
+            connection.send(["refused", error.message])
+            raise BadFrame(error.message) from error
+        device = _Device(name, public, connection)
+        connection.send(["welcome"])
+        with self._changed:
+            earlier = self._connected.get(name)
+            self._connected[name] = device
+            self._changed.notify_all()
+        if earlier is not None:
+            earlier.connection.cut()  # the device was started again before its end was noticed
+        return device
+
+    def _take(self, device: _Device, head: Any, payload: memoryview) -> None:
+        """A reply. One that does not answer the device's work, or that it did not sign, is refused by itself."""
+        if isinstance(head, list) and head[:1] == ["failed"]:
+            nonce, reason = checked_head(head, bytes, str)
+            with self._changed:
+                if self._is_awaited(device, nonce):
+                    self._fail(device.name, reason[:200])
+            return
+        nonce, signature = checked_head(head, bytes, bytes)
+        problem, update = None, None
+        if not is_signed_by(device.public, signature, update_message(nonce, payload)):
+            problem = "its update is not signed by it"
+        else:
+            try:
+                update = open_update(payload)
+            except SerializationError as error:
+                problem = error.message
+        with self._changed:
+            if not self._is_awaited(device, nonce):
+                _log.warning("%s sent an update that answers no work of this round; it is ignored", device.name)
+                return
+            assert self._open is not None, "work is awaited in a round only"
+            if update is None or update.client != device.name:
+                self._fail(device.name, problem or f"its update says that it is of {update and update.client!r}")
+                return
+            device.nonce = b""
+            facts = self._facts[device.name]
+            if self._open.intake.take(update):
+                facts.num_samples = update.num_samples
+                facts.steps_per_s = update.num_steps / update.duration_s if update.duration_s > 0 else None
+            self._open.intake.replies.bytes_up += len(payload)
+            self._open.waiting.discard(device.name)
+            self._changed.notify_all()
+
+    def _is_awaited(self, device: _Device, nonce: bytes) -> bool:
+        return self._open is not None and device.name in self._open.waiting and nonce == device.nonce != b""
+
+    def _fail(self, name: str, reason: str) -> None:
+        """With the lock held."""
+        if self._open is not None and name in self._open.waiting:
+            self._open.waiting.discard(name)
+            self._open.intake.replies.failures[name] = reason
+            self._changed.notify_all()
+
+    def _forget(self, device: _Device | None, sock: socket.socket) -> None:
+        with self._changed:
+            self._sockets.discard(sock)
+            if device is not None:
+                device.close()
+            if device is not None and self._connected.get(device.name) is device:
+                del self._connected[device.name]
+                self._fail(device.name, "its connection ended")
+            self._changed.notify_all()
+        sock.close()
+
+    def _start(self, target: Any, *args: Any) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._changed:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="federated-server", daemon=True)
+        with self._changed:
+            self._threads.add(thread)
+        thread.start()
+
+    def close(self, *, is_done: bool = False) -> None:
+        """End all connections; `is_done` tells devices that the run is over, so they do not come again."""
+        self._is_closed = True
+        with self._changed:
+            for device in self._connected.values() if is_done else ():
+                device.say(["end"])
+            if is_done:
+                self._changed.wait_for(lambda: not self._connected, _JOIN_S)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        with self._changed:
+            sockets, threads = list(self._sockets), list(self._threads)
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        deadline_s = time.monotonic() + _JOIN_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))

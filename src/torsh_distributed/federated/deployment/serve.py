@@ -1,0 +1,55 @@
+"""`serve_devices`: a federated run with devices that join over TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torsh_distributed.federated.deployment.round_server import RoundServer
+from torsh_distributed.federated.federated_config import FederatedConfig, config_of
+from torsh_distributed.federated.federated_task import FederatedTask
+from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.rounds.round_loop import FederatedResult, RoundLoop, RoundRecord
+
+
+def serve_devices(
+    task: FederatedTask,
+    *,
+    directory: str | Path,
+    config: FederatedConfig | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    num_tokens: int = 0,
+    revoked: Sequence[str] = (),
+    deadline_s: float = 600.0,
+    say: Callable[[str], None] = print,
+    on_round: Callable[[RoundRecord], None] | None = None,
+) -> FederatedResult:
+    """Train with devices until the rounds are done. Killed and started again, it goes on with the same round.
+
+    `say` gets the address and new enrolment tokens, each of which lets one device in.
+    """
+    directory = Path(directory)
+    config = config or config_of(task)
+    replica = ModelVector(task.model())
+    server = RoundServer(
+        config,
+        directory=directory,
+        fingerprint=replica.fingerprint,
+        numel=replica.numel,
+        host=host,
+        port=port,
+        deadline_s=deadline_s,
+    )
+    is_done = False
+    try:
+        for name in revoked:
+            server.revoke(name)
+        say(f"serving {server.address[0]}:{server.address[1]}")
+        for _ in range(num_tokens):
+            say(f"token {server.new_token()}")
+        result = RoundLoop(task, config, server, directory=directory).run(on_round)
+        is_done = True
+    finally:
+        server.close(is_done=is_done)
+    return result
