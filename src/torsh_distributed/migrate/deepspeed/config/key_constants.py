@@ -25,7 +25,7 @@ class ValidationMode(StrEnum):
 
 
 def optimizer_names() -> dict[str, str]:
-    """`ADAM_OPTIMIZER` and the like, for `optimizer.type`."""
+    """The names of optimizers for `optimizer.type`, each by the name of its constant."""
     names = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
     return {f"{name.upper()}_OPTIMIZER": name for name in names}
 
