@@ -31,3 +31,60 @@ def test_a_simulation_learns_the_digits(tmp_path: Path) -> None:
     assert "10 of 10 clients" in last
     assert float(last.split("accuracy ")[1].split()[0]) > 0.85
     assert (tmp_path / "run" / "model.pt").exists()
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "federated", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line.strip())
+        if line.startswith(beginning):
+            return seen
+    raise AssertionError("\n".join(seen))
+
+
+@pytest.mark.needs_library("cryptography")
+def test_devices_learn_the_digits_though_server_and_a_device_are_killed(tmp_path: Path) -> None:
+    """SIGKILL of either loses no round and doubles none: the second server goes on behind the first one's last."""
+    options = [str(EXAMPLE), "--directory", str(tmp_path / "server"), "--rounds", "8", "--per-round", "3"]
+    server = start("serve", *options, "--min-clients", "2", "--tokens", "3")
+    processes = [server]
+    try:
+        head = lines_until(server, "token")
+        head += [lines_until(server, "token")[-1] for _ in range(2)]
+        address = head[0].removeprefix("serving ")
+        tokens = [line.removeprefix("token ") for line in head[1:]]
+
+        def join(index: int, *token: str) -> subprocess.Popen[str]:
+            name = f"device-{index}"
+            return start("join", address, str(EXAMPLE), "--name", name, "--directory", str(tmp_path / name), *token)
+
+        devices = [join(index, "--token", token) for index, token in enumerate(tokens)]
+        processes += devices
+        first = lines_until(server, "round 2:")
+        server.kill()
+        devices[0].kill()
+        first += server.communicate(timeout=30)[0].splitlines()
+        again = start("serve", *options, "--min-clients", "2", "--port", address.rpartition(":")[2])
+        devices[0] = join(0)
+        processes += [again, devices[0]]
+        second, _ = again.communicate(timeout=100)
+        assert again.returncode == 0, second
+        ends = [device.communicate(timeout=30)[0] for device in devices]
+        assert all("the run is over" in end for end in ends), ends
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    printed = [line for line in [*first, *second.splitlines()] if line.startswith("round ")]
+    numbers = [int(line.split()[1].rstrip(":")) for line in printed]
+    # A round whose state was written may have been killed before it was printed; none is printed twice.
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 7
+    assert len(numbers) >= 7
+    assert float(printed[-1].split("accuracy ")[1].split()[0]) > 0.5
