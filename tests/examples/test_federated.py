@@ -48,6 +48,7 @@ def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
     raise AssertionError("\n".join(seen))
 
 
+@pytest.mark.matrix
 @pytest.mark.needs_library("cryptography")
 def test_devices_learn_the_digits_though_server_and_a_device_are_killed(tmp_path: Path) -> None:
     """SIGKILL of either loses no round and doubles none: the second server goes on behind the first one's last."""

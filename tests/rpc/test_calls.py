@@ -220,6 +220,19 @@ def test_many_threads_share_a_link(caller: RpcWorker) -> None:
     assert caller.connections().num_connections == 1
 
 
+def test_calls_beside_an_observed_one_are_answered_at_once(caller: RpcWorker) -> None:
+    """The loop, which reads while nobody waits, must not take the reply that a thread has begun to wait for."""
+    there.gates["x"] = threading.Event()
+    observed = caller.call_async("callee", there.wait_for_gate, ("x",))
+    observed.add_done_callback(lambda _: None)
+    for number in range(3000):
+        future = caller.call_async("callee", there.echo, (number,), timeout_s=100.0)
+        sum(range(number % 3000))  # so that waiting begins before, while and after the reply arrives
+        assert future.result() == number
+    there.gates["x"].set()
+    assert observed.result() == "x"
+
+
 def test_thousands_of_calls_under_way_that_nobody_reads_for_are_all_answered(caller: RpcWorker) -> None:
     futures = [caller.call_async("callee", there.echo, (i,)) for i in range(3000)]
     assert [future.result() for future in futures] == list(range(3000))

@@ -70,7 +70,6 @@ class Link:
         self._has_reader = False
         self._num_observers = 0
         self._waiting: list[PendingCall] = []
-        self._reading = threading.Lock()
         self._poller = select.poll()
         for lane in lanes.lanes():
             self._poller.register(lane.fileno(), select.POLLIN)
@@ -184,9 +183,18 @@ class Link:
                 self._have_loop_read(False)
 
     def poll(self) -> None:
-        """Take what has arrived, without waiting."""
-        if self._reading.acquire(blocking=False):
+        """Take what has arrived, without waiting; nothing if somebody reads already.
+
+        There is one reader at a time: a thread that waits for a socket does not notice what another one takes from it.
+        """
+        with self._lock:
+            if self._has_reader:
+                return
+            self._has_reader = True
+        try:
             self._read_and_deliver(self._lanes.lanes())
+        finally:
+            self._give_role_up()
 
     def _have_loop_read(self, reads: bool) -> None:
         for lane in self._lanes.lanes():
@@ -207,12 +215,14 @@ class Link:
                 if remaining_s <= 0:
                     return
                 ready = self._poller.poll(min(remaining_s, _LONGEST_POLL_S) * 1000 + 1)
-                self._reading.acquire()
                 self._read_and_deliver([self._by_fd[fd] for fd, _ in ready])
         finally:
-            with self._lock:
-                self._has_reader = False
-            self._wake_next()
+            self._give_role_up()
+
+    def _give_role_up(self) -> None:
+        with self._lock:
+            self._has_reader = False
+        self._wake_next()
 
     def _takes_role(self) -> bool:
         with self._lock:
@@ -250,7 +260,7 @@ class Link:
                 self._have_loop_read(True)
 
     def _read_and_deliver(self, lanes: list[Lane]) -> None:
-        """Take what has arrived. Called with `_reading`, which is released before anybody is called back."""
+        """Take what has arrived. The one reader calls this."""
         messages: list[list[Any]] = []
         lost: Exception | None = None
         try:
@@ -258,8 +268,6 @@ class Link:
                 messages += [opened.read(self._registry) for opened in lane.receive()]
         except OSError as error:
             lost = error
-        finally:
-            self._reading.release()
         for message in messages:
             self._deliver(message)
         if lost is not None:
