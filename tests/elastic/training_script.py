@@ -100,7 +100,8 @@ def main() -> None:
         )
         # In the middle of forward, backward and update, beside the points that the Engine passes itself.
         engine.unwrapped[2].register_forward_pre_hook(lambda *_: reached("layer"))
-        engine.unwrapped[2].weight.register_hook(lambda _: reached("gradient"))
+        # Not `register_hook`, which the Engine calls before the update.
+        engine.unwrapped[2].weight.register_post_accumulate_grad_hook(lambda _: reached("gradient"))
         optimizer.register_step_pre_hook(lambda *_: reached("update"))
         optimizer.register_step_post_hook(lambda *_: reached("updated"))
         with (folder / f"steps-{member}.jsonl").open("a", buffering=1) as log:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.bed.world import World
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
@@ -149,3 +150,22 @@ def test_hooks_on_parameters_run_on_whole_ones_and_are_refused_on_parts(world: W
         for outcome in world.outcomes(trained_after_accumulation, plan, num_ranks=2):
             assert isinstance(outcome.error, ConfigurationError)
             assert said in str(outcome.error)
+
+
+def trained_with_a_hook_on_one_rank() -> None:
+    model = made()
+    if process_group.rank() == 0:
+        model.up.weight.register_hook(signs)
+    engine = parallelize(
+        model,
+        lambda params: torch.optim.Adam(params, lr=0.2),
+        Plan(training={"batch_size": ROWS, "steps": 1}),
+        loss_fn=functional.mse_loss,
+    )
+    with pytest.raises(ConfigurationError, match=r"up.weight has a gradient hook on some ranks and none on others"):
+        engine.step(next(iter(engine.batches(batches()))))
+
+
+@pytest.mark.ranks
+def test_a_hook_that_others_lack_is_refused(world: World) -> None:
+    world.run(trained_with_a_hook_on_one_rank, num_ranks=2)

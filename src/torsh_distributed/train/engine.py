@@ -266,7 +266,7 @@ class Engine:
             comparison, self.comparison = self.comparison, None
             comparison.run(self.loss, self._setting, to_device(whole, self.device))
         if self.gradient_hooks is not None:
-            self.gradient_hooks.take_late(self.strategy.whole_model)
+            self.gradient_hooks.take_late(self.strategy.whole_model, asks_others=self.elastic is None)
         if update.weights is None:
             update.weights = self.loss.begin(
                 self._setting, whole, pieces, evenness=self.feed.evenness, is_again=update.is_again
@@ -332,9 +332,9 @@ class Engine:
                     self._require_finite("the loss", loss, update)
                 if update.weights is not None and update.weights.correction is not None:
                     self.strategy.scale_gradients(update.weights.correction)
-                is_done = self.precision.unscale(self.optimizer)
-                if self.gradient_hooks is not None and is_done:
+                if self.gradient_hooks is not None:  # before overflows are looked for: a hook may make one
                     self.gradient_hooks.run(self.strategy)
+                is_done = self.precision.unscale(self.optimizer)
                 with (
                     self._clipped(clip=is_done, is_scaled=scale is not None) as norm,
                     self.learning_rate.updating(self.num_steps) as rate,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import Strategy
@@ -45,13 +46,35 @@ class GradientHooks:
             self._take(name, param, param._backward_hooks, "on_gradient")
             self._take(name, param, param._post_accumulate_grad_hooks, "on_param")
 
-    def take_late(self, model: nn.Module) -> None:
-        """Take over the hooks that were put on parameters since, before the first step; later calls do nothing."""
+    def take_late(self, model: nn.Module, *, asks_others: bool) -> None:
+        """Take over the hooks that were put on parameters since, before the first step; later calls do nothing.
+
+        With `asks_others` every rank calls this: a rank that holds no part of a parameter, as another stage of a
+        pipeline, has no hook on it, and takes part in gathering its gradient all the same.
+        """
         if self._has_begun:
             return
         self._has_begun = True
         for name, param in model.named_parameters():
             self._take(plain_name(name), param, param._backward_hooks, "on_gradient")
+        if asks_others:
+            self._agree(named_params(model))
+
+    def _agree(self, params: dict[str, nn.Parameter]) -> None:
+        names = sorted({name for names in all_gather_object(sorted(self._by_name)) for name in names})
+        if not names:
+            return
+        held = {name: name in self._by_name for name in names if name in params and not params[name].is_meta}
+        everyone = all_gather_object(held)
+        for name in names:
+            without = [rank for rank, one in enumerate(everyone) if one.get(name) is False]
+            if without:
+                raise ConfigurationError(
+                    f"{name} has a gradient hook on some ranks and none on others: their parameters would drift apart",
+                    hint="register the hook on every rank",
+                    ranks_without=without,
+                )
+        self._by_name = {name: self._by_name.get(name, _ParamHooks(torch.Size())) for name in names}
 
     def _take(self, name: str, param: Tensor, table: Hooks | None, kind: str) -> None:
         found = {number: hook for number, hook in (table or {}).items() if hook is not _nothing}

@@ -89,8 +89,10 @@ class SpreadExperts(StateParts):
     @override
     def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
         layer = self._layers.get(name)
-        is_cut = layer is None or value.shape == like.shape  # by `cut_state`
-        return value if is_cut or layer is None else cut_stack(value, layer)
+        # A count of steps belongs to the whole stack; what has the shape of a part was cut by `cut_state`.
+        if layer is None or not value.dim() or value.shape == like.shape:
+            return value
+        return cut_stack(value, layer)
 
     @override
     def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
