@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
@@ -69,7 +69,7 @@ class GradientHooks:
         for name in names:
             without = [rank for rank, one in enumerate(everyone) if one.get(name) is False]
             if without:
-                raise ConfigurationError(
+                raise InvalidArgument(
                     f"{name} has a gradient hook on some ranks and none on others: their parameters would drift apart",
                     hint="register the hook on every rank",
                     ranks_without=without,
