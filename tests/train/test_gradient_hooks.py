@@ -30,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.unused = nn.Linear(2, 2)
         self.first = nn.Linear(6, 12)
         self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
         self.last = nn.Linear(12, 3)
@@ -47,6 +48,10 @@ def signs(gradient: Tensor) -> Tensor:
     return 0.01 * gradient.sign()
 
 
+def not_called(gradient: Tensor) -> Tensor:
+    raise AssertionError("autograd has no gradient for it")
+
+
 def made() -> Small:
     torch.manual_seed(3)
     return Small()
@@ -59,6 +64,7 @@ def add_hooks(model: nn.Module) -> None:
     params["up.weight"].register_hook(signs)
     params["last.bias"].register_hook(signs)
     params["first.weight"].register_hook(torch.zeros_like).remove()
+    params["unused.weight"].register_hook(not_called)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

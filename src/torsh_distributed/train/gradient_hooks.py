@@ -114,11 +114,11 @@ class GradientHooks:
             param = params[name]
             before = param.grad
             gradient = strategy.whole_gradient(name, torch.zeros_like(param) if before is None else before)
+            if before is None:
+                continue  # another stage's, or not part of this loss: autograd would not call its hooks either
             for hook in _current(hooks.on_gradient):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            if before is None and (param.is_meta or not gradient.any()):
-                continue  # another stage's, or not part of this loss: the optimizer leaves it alone
             param.grad = parts.part(name, gradient, param).to(param.dtype)
             for hook in _current(hooks.on_param):
                 hook(param)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_app import torsh
-from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.green.schedule.run_times import read_deadline
+from torsh_distributed.errors import CommunicationError, InvalidArgument
+from torsh_distributed.green.carbon.feeds import make_feed
+from torsh_distributed.green.schedule.allocation import JobShape
+from torsh_distributed.green.schedule.run_times import read_deadline, recommend
 
 NOW = 1_800_000_000.0
 
@@ -38,3 +41,12 @@ def test_the_command_says_when_to_run_and_what_it_saves(tmp_path: Path) -> None:
     late = torsh("green", "when", "--file", str(trace), "--deadline", "2h", "--hours", "4")
     assert late.returncode == 1
     assert "the job takes 4.0 h with 1 workers and the deadline is in 2.0 h" in late.stderr
+
+
+def test_a_feed_that_is_down_is_said_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    feed = make_feed("gb", zone="GB", file=None, url=f"http://127.0.0.1:{port}", g_per_kwh=None)
+    with pytest.raises(CommunicationError, match="cannot be reached") as caught:
+        recommend(JobShape(work_h=4.0), feed, now=NOW, until=NOW + 86400)
+    assert "--file" in str(caught.value)

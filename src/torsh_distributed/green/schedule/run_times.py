@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import CommunicationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.green.carbon.feeds import CarbonFeed
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
 from torsh_distributed.green.schedule.allocation import JobShape, WorkerSchedule, allocate, run_now
@@ -99,8 +99,16 @@ class RunTimes:
 
 
 def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> RunTimes:
-    """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is."""
-    series = IntensitySeries(feed.fetch(now))
+    """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is, CommunicationError if
+    the feed does not answer."""
+    try:
+        series = IntensitySeries(feed.fetch(now))
+    except OSError as error:
+        if isinstance(error, TorshError):
+            raise
+        raise CommunicationError(
+            first_line(error), hint="try again later, or give a forecast of your own with --file: time,g_per_kwh"
+        ) from error
     current = series.at(now)
     if current is None:
         raise InvalidArgument("the feed has no intensity for now", hint="is the file or the feed up to date?")

@@ -78,8 +78,10 @@ class EnergyWatch:
     def _send(self, record: dict[str, Any]) -> None:
         """On the meter's thread."""
         data = json.dumps(record).encode()
+        if len(data) > _MAX_RECORD_BYTES:  # a part of a record could not be read
+            return
         try:
-            self._theirs.send(data[:_MAX_RECORD_BYTES], socket.MSG_DONTWAIT)
+            self._theirs.send(data, socket.MSG_DONTWAIT)
         except OSError:  # nobody has read for a long while, or the launcher ends
             return
 
