@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import ssl
 import threading
@@ -17,7 +18,17 @@ from torch import nn
 from tests.federated.small_task import Points, SmallTask
 from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument
-from torsh_distributed.federated import DeviceClient, FederatedConfig, RoundServer, Scaffold, simulate
+from torsh_distributed.federated import (
+    CentralPrivacy,
+    DeviceClient,
+    FederatedConfig,
+    FederatedStrategy,
+    FedNova,
+    PoissonSelection,
+    RoundServer,
+    Scaffold,
+    simulate,
+)
 from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken
 from torsh_distributed.federated.deployment.device_messages import update_message
 from torsh_distributed.federated.model_vector import ModelVector
@@ -87,6 +98,75 @@ def test_devices_have_the_weights_of_virtual_clients(tmp_path: Path) -> None:
     torch.testing.assert_close(real.seen, virtual.seen, rtol=0, atol=1e-6)
     assert results == [3, 3, 3]
     assert records[0].bytes_up > 3 * 4 * ModelVector(real.model()).numel
+
+
+@pytest.mark.parametrize("strategy", [FedNova(), Scaffold()], ids=lambda one: one.name)
+def test_strategies_with_more_than_a_mean_go_on_after_both_ends_were_restarted(
+    tmp_path: Path, strategy: FederatedStrategy
+) -> None:
+    """Three rounds, a retry, other processes, two more rounds: the weights are those of virtual clients."""
+    config = dataclasses.replace(CONFIG, rounds=5, strategy=strategy)
+    virtual, real = DeviceTask(), DeviceTask()
+    simulate(virtual, num_clients=3, config=config)
+    for rounds in (3, 5):
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(serving(tmp_path / "server", config))
+            token = server.new_token if rounds == 3 else lambda: None
+            devices = [client(server, tmp_path, f"d-{i}", token=token()) for i in range(3)]
+            with running(*devices):
+                loop = RoundLoop(
+                    real, dataclasses.replace(config, rounds=rounds), server, directory=tmp_path / "server"
+                )
+                if rounds == 5:  # an attempt whose updates do not count
+                    server.train(loop._order(0), ["d-0", "d-1"])
+                loop.run()
+                server.close(is_done=True)
+    torch.testing.assert_close(real.seen, virtual.seen, rtol=0, atol=1e-6)
+
+
+def test_a_device_that_lost_its_memory_does_not_go_on_with_another(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, rounds=2, strategy=Scaffold(), min_clients=2)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path / "server", config))
+        devices = [client(server, tmp_path, f"d-{i}", token=server.new_token()) for i in range(3)]
+        with running(*devices):
+            loop = RoundLoop(DeviceTask(), config, server, directory=None)
+            loop.run_round()
+            (tmp_path / "d-1" / "client.state").unlink()
+            record = loop.run_round()
+            server.close(is_done=True)
+    (reason,) = record.failures
+    assert "does not have what it remembered" in reason
+
+
+@pytest.mark.needs_dp_accounting
+def test_central_privacy_divides_by_all_devices_whoever_is_connected(tmp_path: Path) -> None:
+    """Four are enrolled and two connected; the noise of a round is that of the expected two."""
+
+    class StillTask(DeviceTask):
+        def model(self) -> nn.Module:
+            return nn.Linear(300, 100)
+
+        def train(self, model: nn.Module, data: object, epochs: int) -> dict[str, float]:
+            return {}
+
+    privacy = CentralPrivacy(clip_norm=0.5, noise_multiplier=2.0, delta=1e-3)
+    config = FederatedConfig(rounds=2, selection=PoissonSelection(0.5), privacy=privacy)
+    task = StillTask()
+    replica = ModelVector(task.model())
+    server = RoundServer(
+        config, directory=tmp_path / "server", fingerprint=replica.fingerprint, numel=replica.numel, deadline_s=20.0
+    )
+    with contextlib.closing(server):
+        for index in range(2):
+            server.devices.enrol(f"away-{index}", bytes(32), server.devices.add_token())
+        devices = [client(server, tmp_path, f"d-{i}", token=server.new_token(), task=task) for i in range(2)]
+        with running(*devices):
+            result = RoundLoop(task, config, server, directory=None).run()
+            server.close(is_done=True)
+    assert abs(float((task.seen[1] - task.seen[0]).std()) - 0.5 * 2.0 / 2) < 0.02
+    assert result.rounds[-1].epsilon is not None
+    assert abs(result.rounds[-1].epsilon - privacy.epsilon(2, 0.5)) < 1e-6
 
 
 def test_a_server_that_went_away_goes_on_with_the_next_round(tmp_path: Path) -> None:
@@ -176,7 +256,7 @@ class Recorded:
 def replayed(self: OddClient, connection: Connection, nonce: bytes, payload: memoryview) -> int:
     """The reply of the first round, once more in each later one, before the right one."""
     recorded = Recorded()
-    DeviceClient._answer(self, recorded, ["work", nonce], payload)  # type: ignore[arg-type]
+    DeviceClient._answer(self, recorded, ["work", nonce, b""], payload)  # type: ignore[arg-type]
     first = self.__dict__.setdefault("first", recorded.parts)
     connection.send(*first)
     if first is not recorded.parts:
@@ -233,11 +313,6 @@ def test_strangers_and_sleepers_hold_up_nobody(tmp_path: Path) -> None:
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no enrolment token"):
         EnrolmentToken.parse("torsh-nonsense")
-    with (
-        pytest.raises(ConfigurationError, match="simulations only so far"),
-        serving(tmp_path, FederatedConfig(strategy=Scaffold())),
-    ):
-        pass
     with serving(tmp_path / "server") as server:
         with pytest.raises(InvalidArgument, match="is not enrolled"):
             client(server, tmp_path, "d-0")

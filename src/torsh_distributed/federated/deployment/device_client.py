@@ -14,6 +14,7 @@ from typing import Any
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, TorshError, first_line
+from torsh_distributed.federated.deployment.client_memory import ClientMemory
 from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken, client_context
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
@@ -57,6 +58,7 @@ class DeviceClient:
         self._token = None if token is None else EnrolmentToken.parse(token)
         self._server_digest = self._known_server()
         self._replica = ModelVector(task.model())
+        self._memory = ClientMemory(directory)
         self._data = task.device_data(name)
         self._ended = threading.Event()
 
@@ -137,10 +139,14 @@ class DeviceClient:
 
     def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
         """Do the work; how many updates were sent."""
-        (nonce,) = checked_head(head, bytes)
+        nonce, counted = checked_head(head, bytes, bytes)
         try:
             order = RoundOrder(**deserialize(bytes(payload)))
-            update, _ = train_client(self._task, self._replica, order.model, self._data, order.work_of(self._name), {})
+            state = {} if order.control is None else self._memory.state_after(counted)
+            work = order.work_of(self._name)
+            update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
+            if new_state:
+                self._memory.remember(nonce, new_state)  # before the update: once sent, it may count
         except Exception as error:  # of the task's own code, or an order of another version
             connection.send(["failed", nonce, f"{type(error).__name__}: {first_line(error)}"[:200]])
             return 0

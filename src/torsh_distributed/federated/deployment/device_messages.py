@@ -5,11 +5,12 @@
     server   ["hello", nonce]
     device   ["enrol" | "join", name, public key, token's secret or b"", model's fingerprint, signature]
     server   ["welcome"] | ["refused", reason]
-    server   ["work", nonce] + order                device   ["update", nonce, signature] + update
+    server   ["work", nonce, counted] + order       device   ["update", nonce, signature] + update
     server   ["end"]                                device   ["failed", nonce, reason]
 
 A device signs the server's nonce together with the server's certificate, so its answer is of no use anywhere else. An
-update is signed with the nonce of the work that it answers: it counts once, for that work.
+update is signed with the nonce of the work that it answers: it counts once, for that work. `counted` is the nonce of
+the device's last update that is part of the model: what the device remembers is what it had after that one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import hashlib
 import socket
 import ssl
 from typing import Any
+
+from torch import Tensor
 
 from torsh_distributed.comm.serialization import deserialize, serialize
 from torsh_distributed.comm.transport.connection import Connection
@@ -58,19 +61,23 @@ def update_message(nonce: bytes, payload: bytes | memoryview) -> bytes:
 def pack_update(update: ClientUpdate) -> bytes:
     """An update as bytes."""
     plain = {name: getattr(update, name) for name in _UPDATE_FIELDS}
-    return serialize({**plain, "delta": update.delta})
+    return serialize({**plain, "delta": update.delta, "extras": update.extras})
 
 
 def open_update(payload: bytes | memoryview) -> ClientUpdate:
     """The update in a payload; SerializationError if it is none."""
     fields = deserialize(bytes(payload))
-    if not isinstance(fields, dict) or set(fields) != {*_UPDATE_FIELDS, "delta"}:
+    if not isinstance(fields, dict) or set(fields) != {*_UPDATE_FIELDS, "delta", "extras"}:
         raise SerializationError("a payload that is no update")
     for name, kind in _UPDATE_FIELDS.items():
         if type(fields[name]) is not kind:
             raise SerializationError(f"an update whose {name} is no {kind.__name__}")
     if not all(isinstance(key, str) and type(value) is float for key, value in fields["figures"].items()):
         raise SerializationError("an update whose figures are no numbers")
+    if not isinstance(fields["extras"], dict):
+        raise SerializationError("an update whose extras are no dict")
+    if not all(isinstance(vector, Tensor) for vector in (fields["delta"], *fields["extras"].values())):
+        raise SerializationError("an update with vectors that are no tensors")
     return ClientUpdate(**fields)
 
 

@@ -63,5 +63,10 @@ class DeviceList:
                 raise InvalidArgument(f"{name!r} is not enrolled; it needs a token")
             return self._devices[name]
 
+    def names(self) -> list[str]:
+        """All devices that may take part, connected or not."""
+        with self._lock:
+            return sorted(self._devices.keys() - self._revoked)
+
     def _keep(self) -> None:
         self._file.write({"devices": self._devices, "tokens": sorted(self._tokens), "revoked": sorted(self._revoked)})

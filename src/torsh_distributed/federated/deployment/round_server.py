@@ -36,7 +36,6 @@ from torsh_distributed.federated.deployment.device_messages import (
 )
 from torsh_distributed.federated.deployment.enrolment import DeviceList
 from torsh_distributed.federated.federated_config import FederatedConfig
-from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy
 from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
 
 _log = logging.getLogger(__name__)
@@ -109,12 +108,6 @@ class RoundServer:
         deadline_s: float = 600.0,
     ) -> None:
         """`deadline_s`: of a round, and of waiting for `min_clients` devices before one."""
-        if isinstance(config.privacy, CentralPrivacy) or not config.strategy.takes_any_mean:
-            raise ConfigurationError(
-                "central privacy, SCAFFOLD and FedNova run in simulations only so far",
-                hint="choose another strategy, or LocalPrivacy",
-                strategy=config.strategy.name,
-            )
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._config = config
         self._fingerprint = fingerprint
@@ -126,6 +119,10 @@ class RoundServer:
         self._connected: dict[str, _Device] = {}
         self._facts: dict[str, ClientFacts] = {}
         self._open: _OpenRound | None = None
+        self._counted: dict[str, bytes] = {}
+        """Device to the nonce of its last update that is part of the model."""
+        self._taken: dict[str, bytes] = {}
+        """The same of the round that may count."""
         self._is_closed = False
         self._threads: set[threading.Thread] = set()
         self._sockets: set[socket.socket] = set()
@@ -154,12 +151,18 @@ class RoundServer:
             self._changed.wait_for(lambda: len(self._connected) >= enough, self._deadline_s)
             return [self._facts.setdefault(name, ClientFacts(client=name)) for name in sorted(self._connected)]
 
+    def members(self) -> list[ClientFacts]:
+        """All enrolled devices."""
+        with self._changed:
+            return [self._facts.setdefault(name, ClientFacts(client=name)) for name in self.devices.names()]
+
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these devices; returns when all have answered or left, or at the deadline."""
         intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
         payload = serialize(order.plain())
         with self._changed:
             self._open = _OpenRound(order, intake, set(chosen))
+            self._taken = {}
             num_asked = 0
             for name in chosen:
                 device = self._connected.get(name)
@@ -167,7 +170,7 @@ class RoundServer:
                     self._fail(name, "it is not connected")
                 else:
                     device.nonce = secrets.token_bytes(16)
-                    device.say(["work", device.nonce], payload)
+                    device.say(["work", device.nonce, self._counted.get(name, b"")], payload)
                     num_asked += 1
             self._changed.wait_for(lambda: not self._waiting(), self._deadline_s)
             for name in list(self._waiting()):
@@ -184,15 +187,17 @@ class RoundServer:
         return set() if self._open is None else self._open.waiting
 
     def round_counts(self, order: RoundOrder) -> None:
-        """Devices keep nothing from round to round."""
+        """Its devices are told with their next work, which this server or one after a crash gives them."""
+        self._counted.update(self._taken)
 
     def state(self) -> Mapping[str, object]:
         """What was counted and measured of devices."""
-        return {"facts": [asdict(facts) for facts in self._facts.values()]}
+        return {"facts": [asdict(facts) for facts in self._facts.values()], "counted": self._counted}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         self._facts = {facts["client"]: ClientFacts(**facts) for facts in state["facts"]}
+        self._counted = state["counted"]
 
     # Connections
 
@@ -287,6 +292,7 @@ class RoundServer:
             device.nonce = b""
             facts = self._facts[device.name]
             if self._open.intake.take(update):
+                self._taken[device.name] = nonce
                 facts.num_samples = update.num_samples
                 facts.steps_per_s = update.num_steps / update.duration_s if update.duration_s > 0 else None
             self._open.intake.replies.bytes_up += len(payload)

@@ -99,7 +99,7 @@ class RoundLoop:
         began_s = time.perf_counter()
         order, chosen, replies = self._updates_of_round()
         mean = self._combined(replies)
-        self._vector = self._strategy.step(self._vector, mean, len(self._cohort.clients()))
+        self._vector = self._strategy.step(self._vector, mean, len(self._cohort.members()))
         self._cohort.round_counts(order)
         record = RoundRecord(
             round=order.round,
@@ -182,7 +182,8 @@ class RoundLoop:
         if self._noise is None:
             return replies.total.mean(self._global.dtype)
         total = replies.total.total(self._vector)
-        expected = self._probability * len(self._cohort.clients())
+        # Of all members: who is connected tells who took part.
+        expected = self._probability * len(self._cohort.members())
         delta = self._noise.private_mean(total, replies.num_unclipped, replies.num_updates, expected)
         return MeanUpdate(delta=delta.to(self._global.dtype), num_updates=replies.num_updates)
 
@@ -196,7 +197,7 @@ class RoundLoop:
         if isinstance(privacy, CentralPrivacy):
             return privacy.epsilon(num_rounds, self._probability)
         if isinstance(privacy, LocalPrivacy):
-            return privacy.epsilon(max(facts.num_chosen for facts in self._cohort.clients()))
+            return privacy.epsilon(max(facts.num_chosen for facts in self._cohort.members()))
         return None
 
     def _why_stop(self) -> str | None:

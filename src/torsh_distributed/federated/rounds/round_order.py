@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -95,6 +96,9 @@ class Cohort(Protocol):
     def clients(self) -> list[ClientFacts]:
         """Those that can be asked now."""
 
+    def members(self) -> list[ClientFacts]:
+        """All that there are, also those that cannot be asked now. Never waits."""
+
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these clients; returns when all have answered, failed or are late."""
 
@@ -149,7 +153,7 @@ class UpdateIntake:
                 return "it has values that are not finite"
         if not 1 <= update.num_samples <= _MOST_SAMPLES:
             return f"it claims {update.num_samples} samples"
-        if self._order.wants_step_norm and not update.step_norm > 0:
+        if self._order.wants_step_norm and not 0 < update.step_norm < math.inf:
             return "it has no step norm, by which the strategy compares clients"
         if self._max_norm is not None and (norm := float(update.delta.norm())) > self._max_norm:
             return f"it is {norm:.4g} long, and max_update_norm is {self._max_norm:g}"

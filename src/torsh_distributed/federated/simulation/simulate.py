@@ -75,6 +75,8 @@ class _SimulatedCohort:
     def clients(self) -> list[ClientFacts]:
         return list(self._facts.values())
 
+    members = clients
+
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         replies = RoundReplies()
         self._pending = {}
