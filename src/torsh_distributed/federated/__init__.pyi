@@ -29,6 +29,7 @@ from torsh_distributed.federated.robust.by_distance import GeometricMedian as Ge
 from torsh_distributed.federated.robust.by_distance import Krum as Krum
 from torsh_distributed.federated.robust.by_distance import MultiKrum as MultiKrum
 from torsh_distributed.federated.robust.by_distance import NormClipping as NormClipping
+from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer as AsyncBuffer
 from torsh_distributed.federated.rounds.round_loop import FederatedResult as FederatedResult
 from torsh_distributed.federated.rounds.round_loop import RoundRecord as RoundRecord
 from torsh_distributed.federated.simulation.simulate import simulate as simulate

@@ -36,6 +36,12 @@ class ClientFacts:
     last_round: int = -1
     """In which it was chosen last."""
 
+    def delivered(self, num_samples: int, steps_per_s: float) -> None:
+        """An update of it counts."""
+        self.num_delivered += 1
+        self.num_samples = num_samples
+        self.steps_per_s = steps_per_s or self.steps_per_s
+
 
 class ClientSelection(ABC):
     """Chooses without repeating a client. Pure: the same facts and seed give the same choice, but for `poisson`."""

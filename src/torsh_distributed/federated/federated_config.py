@@ -9,6 +9,7 @@ from torsh_distributed.federated.client_selection import ClientSelection, Poisso
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.robust.base import RobustRule
+from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 
@@ -50,6 +51,9 @@ class FederatedConfig:
     privacy: CentralPrivacy | LocalPrivacy | None = None
     """Differential privacy of whole clients."""
 
+    buffer: AsyncBuffer | None = None
+    """Rounds that wait for nobody: each step of the model takes the updates that are there."""
+
     seed: int = 0
     """Of the model's first values, of the choice of clients, and of their training."""
 
@@ -69,6 +73,7 @@ class FederatedConfig:
         if self.rule is not None:
             self.rule.require(self.min_clients)
         self._require_any_mean()
+        self._require_bufferable()
         if isinstance(self.privacy, CentralPrivacy) != isinstance(self.selection, PoissonSelection):
             raise ConfigurationError(
                 "central privacy and PoissonSelection belong together: its account describes that sampling",
@@ -90,6 +95,25 @@ class FederatedConfig:
                 f"{self.strategy.name} averages more than updates, which robust rules and privacy do not cover",
                 hint="choose fedavg, fedprox or one of the adaptive strategies",
                 strategy=self.strategy.name,
+            )
+
+    def _require_bufferable(self) -> None:
+        """Refuse what needs all updates of a step to have begun with the same model."""
+        if self.buffer is None:
+            return
+        if self.min_clients > self.buffer.size:
+            raise ConfigurationError(
+                "a step can never have min_clients updates if the buffer is smaller",
+                min_clients=self.min_clients,
+                buffer_size=self.buffer.size,
+            )
+        what = "a robust rule" if self.rule is not None else None
+        what = "central privacy" if isinstance(self.privacy, CentralPrivacy) else what
+        what = what if self.strategy.takes_any_mean else f"strategy {self.strategy.name!r}"
+        if what is not None:
+            raise ConfigurationError(
+                f"{what} needs updates that began with the same model, which those of a buffer did not",
+                hint="leave buffer out, or choose fedavg, fedprox, fedavgm, fedmom or an adaptive strategy",
             )
 
 

@@ -24,6 +24,9 @@ SelectionName = Annotated[str | None, typer.Option("--selection", help="How clie
 Rule = Annotated[str | None, typer.Option(help="A robust rule in place of the mean: median, multi_krum and so on.")]
 Hostile = Annotated[int, typer.Option(min=0, help="How many clients of a round may be hostile, for --rule.")]
 Seed = Annotated[int | None, typer.Option(help="Of the model's first values, choices and training.")]
+Buffer = Annotated[
+    int | None, typer.Option("--buffer", min=1, help="Rounds that wait for nobody: how many updates are a step.")
+]
 Output = Annotated[
     Path | None, typer.Option(help="Keep the state after each round here, and the model; a later run goes on.")
 ]
@@ -46,6 +49,7 @@ def simulate_command(
     epochs: Epochs = None,
     strategy: StrategyName = None,
     selection: SelectionName = None,
+    buffer: Buffer = None,
     seed: Seed = None,
     dropout: Annotated[float, typer.Option(min=0, max=1, help="Probability that a client does not answer.")] = 0.0,
     stragglers: Annotated[
@@ -56,6 +60,7 @@ def simulate_command(
     """Train with virtual clients on this machine."""
     from torsh_distributed.federated.federated_task import load_task
     from torsh_distributed.federated.robust.registry import rule_named
+    from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
     from torsh_distributed.federated.simulation.simulate import simulate
     from torsh_distributed.federated.simulation.virtual_clients import Availability
 
@@ -69,6 +74,7 @@ def simulate_command(
         selection=selection,
         rule=None if rule is None else rule_named(rule, hostile),
         min_clients=None if rule is None else rule_named(rule, hostile).fewest,
+        buffer=None if buffer is None else AsyncBuffer(size=buffer),
         seed=seed,
     )
     result = simulate(
@@ -100,11 +106,13 @@ def serve_command(
     epochs: Epochs = None,
     strategy: StrategyName = None,
     selection: SelectionName = None,
+    buffer: Buffer = None,
     seed: Seed = None,
 ) -> None:
     """Train with devices, which join over TLS."""
     from torsh_distributed.federated.deployment.serve import serve_devices
     from torsh_distributed.federated.federated_task import load_task
+    from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 
     loaded = load_task(task)
     config = _config(
@@ -115,6 +123,7 @@ def serve_command(
         local_epochs=epochs,
         strategy=strategy,
         selection=selection,
+        buffer=None if buffer is None else AsyncBuffer(size=buffer),
         seed=seed,
     )
     result = serve_devices(

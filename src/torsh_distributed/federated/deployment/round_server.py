@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from torsh_distributed.federated.deployment.device_messages import (
     update_message,
 )
 from torsh_distributed.federated.deployment.enrolment import DeviceList
+from torsh_distributed.federated.deployment.open_work import BufferedWork, SharedRound
 from torsh_distributed.federated.federated_config import FederatedConfig
-from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
+from torsh_distributed.federated.rounds.round_order import HandOut, RoundOrder, RoundReplies, UpdateIntake
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 10.0
@@ -62,7 +63,10 @@ class _Device:
             os.eventfd_write(self._wakeup, 1)
 
     def replies(self) -> Iterator[tuple[Any, memoryview]]:
-        """What the device says; in between, what there is to say is sent. Ends after the end was said."""
+        """What the device says; in between, what there is to say is sent. OSError when the device hangs up.
+
+        It does so when it has read the end, which may be after an update that nobody waits for any more.
+        """
         poller = select.poll()
         poller.register(self.connection.fileno(), select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
@@ -75,22 +79,11 @@ class _Device:
                 while self._outbox:
                     head, payload = self._outbox.popleft()
                     self.connection.send(head, payload)
-                    if head == ["end"]:
-                        return
 
     def close(self) -> None:
         """With the server's lock held."""
         os.close(self._wakeup)
         self._wakeup = -1
-
-
-@dataclass(slots=True)
-class _OpenRound:
-    """The round that devices work on."""
-
-    order: RoundOrder
-    intake: UpdateIntake
-    waiting: set[str] = field(default_factory=set)
 
 
 class RoundServer:
@@ -118,7 +111,7 @@ class RoundServer:
         self._changed = threading.Condition()
         self._connected: dict[str, _Device] = {}
         self._facts: dict[str, ClientFacts] = {}
-        self._open: _OpenRound | None = None
+        self._open: SharedRound | BufferedWork | None = None if config.buffer is None else BufferedWork(deadline_s)
         self._counted: dict[str, bytes] = {}
         """Device to the nonce of its last update that is part of the model."""
         self._taken: dict[str, bytes] = {}
@@ -149,39 +142,76 @@ class RoundServer:
         with self._changed:
             enough = self._config.min_clients
             self._changed.wait_for(lambda: len(self._connected) >= enough, self._deadline_s)
-            return [self._facts.setdefault(name, ClientFacts(client=name)) for name in sorted(self._connected)]
+            return [self._facts_of(name) for name in sorted(self._connected)]
 
     def members(self) -> list[ClientFacts]:
         """All enrolled devices."""
         with self._changed:
-            return [self._facts.setdefault(name, ClientFacts(client=name)) for name in self.devices.names()]
+            return [self._facts_of(name) for name in self.devices.names()]
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these devices; returns when all have answered or left, or at the deadline."""
         intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
         payload = serialize(order.plain())
         with self._changed:
-            self._open = _OpenRound(order, intake, set(chosen))
-            self._taken = {}
-            num_asked = 0
-            for name in chosen:
-                device = self._connected.get(name)
-                if device is None:
-                    self._fail(name, "it is not connected")
-                else:
-                    device.nonce = secrets.token_bytes(16)
-                    device.say(["work", device.nonce, self._counted.get(name, b"")], payload)
-                    num_asked += 1
+            self._open = work = SharedRound(intake, chosen)
+            self._taken = work.taken
+            num_asked = sum(self._ask(name, payload) for name in chosen)
             self._changed.wait_for(lambda: not self._waiting(), self._deadline_s)
-            for name in list(self._waiting()):
+            for name in self._waiting():
                 self._fail(name, "it did not answer in time")
             self._open = None
             for device in self._connected.values():
                 device.nonce = b""
-            for name in chosen:
-                self._facts[name].num_delivered += name not in intake.replies.failures
+            self._learn(intake.replies)
         intake.replies.bytes_down = len(payload) * num_asked
         return intake.replies
+
+    def collect(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> RoundReplies:
+        """Ask devices as they become idle; returns with enough updates, or when nobody is at work. See `Cohort`."""
+        work, buffer = self._open, self._config.buffer
+        assert isinstance(work, BufferedWork), "made with the config"
+        assert buffer is not None, "the loop collects for a buffer only"
+        payload = serialize(order.plain())
+        replies = RoundReplies()
+        with self._changed:
+            while True:
+                replies.merge(work.take_answers(self._config, buffer, order.round, wanted - replies.num_updates))
+                self._counted.update(work.taken)
+                if replies.num_updates >= wanted:
+                    break
+                idle = [self._facts_of(name) for name in sorted(self._connected) if name not in work.waiting]
+                for name in hand_out(idle, len(work.waiting)):
+                    work.begin(name, order)
+                    replies.bytes_down += len(payload) * self._ask(name, payload)
+                left_s = work.expire()
+                if not work.waiting and not work.has_answers():
+                    break
+                self._wait_for_change(work, left_s)
+            self._learn(replies)
+        return replies
+
+    def _wait_for_change(self, work: BufferedWork, timeout_s: float) -> None:
+        """Until a device has answered, come or gone."""
+        there = set(self._connected)
+        self._changed.wait_for(lambda: work.has_answers() or there != set(self._connected), timeout_s)
+
+    def _learn(self, replies: RoundReplies) -> None:
+        for name, measured in replies.measured.items():
+            self._facts_of(name).delivered(*measured)
+
+    def _ask(self, name: str, payload: bytes) -> bool:
+        """Give a device work, with the lock held; whether it is there."""
+        device = self._connected.get(name)
+        if device is None:
+            self._fail(name, "it is not connected")
+            return False
+        device.nonce = secrets.token_bytes(16)
+        device.say(["work", device.nonce, self._counted.get(name, b"")], payload)
+        return True
+
+    def _facts_of(self, name: str) -> ClientFacts:
+        return self._facts.setdefault(name, ClientFacts(client=name))
 
     def _waiting(self) -> set[str]:
         return set() if self._open is None else self._open.waiting
@@ -259,6 +289,7 @@ class RoundServer:
         with self._changed:
             earlier = self._connected.get(name)
             self._connected[name] = device
+            self._fail(name, "its connection ended")
             self._changed.notify_all()
         if earlier is not None:
             earlier.connection.cut()  # the device was started again before its end was noticed
@@ -290,13 +321,7 @@ class RoundServer:
                 self._fail(device.name, problem or f"its update says that it is of {update and update.client!r}")
                 return
             device.nonce = b""
-            facts = self._facts[device.name]
-            if self._open.intake.take(update):
-                self._taken[device.name] = nonce
-                facts.num_samples = update.num_samples
-                facts.steps_per_s = update.num_steps / update.duration_s if update.duration_s > 0 else None
-            self._open.intake.replies.bytes_up += len(payload)
-            self._open.waiting.discard(device.name)
+            self._open.take(device.name, nonce, update, len(payload))
             self._changed.notify_all()
 
     def _is_awaited(self, device: _Device, nonce: bytes) -> bool:
@@ -304,9 +329,8 @@ class RoundServer:
 
     def _fail(self, name: str, reason: str) -> None:
         """With the lock held."""
-        if self._open is not None and name in self._open.waiting:
-            self._open.waiting.discard(name)
-            self._open.intake.replies.failures[name] = reason
+        if self._open is not None:
+            self._open.fail(name, reason)
             self._changed.notify_all()
 
     def _forget(self, device: _Device | None, sock: socket.socket) -> None:

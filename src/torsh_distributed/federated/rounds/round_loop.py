@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.client_privacy import CentralNoise, CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.random_seeds import derived_seed, seed_everything
+from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.rounds.round_file import RoundFile
 from torsh_distributed.federated.rounds.round_order import Cohort, RoundOrder, RoundReplies
 from torsh_distributed.federated.update_sum import MeanUpdate
@@ -98,8 +100,8 @@ class RoundLoop:
         """The next round; on return its state is on the disk."""
         began_s = time.perf_counter()
         order, chosen, replies = self._updates_of_round()
-        mean = self._combined(replies)
-        self._vector = self._strategy.step(self._vector, mean, len(self._cohort.members()))
+        combined = self._combined(replies)
+        self._vector = self._strategy.step(self._vector, combined, len(self._cohort.members()))
         self._cohort.round_counts(order)
         record = RoundRecord(
             round=order.round,
@@ -121,6 +123,8 @@ class RoundLoop:
     def _updates_of_round(self) -> tuple[RoundOrder, list[str], RoundReplies]:
         """The first attempt with enough updates."""
         config = self._config
+        if config.buffer is not None:
+            return self._buffered_updates(config.buffer)
         replies = RoundReplies()
         for attempt in range(config.max_attempts):
             order = self._order(attempt)
@@ -129,9 +133,38 @@ class RoundLoop:
             # With central privacy a round without answers counts too: to repeat it would tell that there were none.
             if replies.num_updates >= config.min_clients or self._noise is not None:
                 return order, chosen, replies
-        raise CommunicationError(
-            f"round {self.next_round} got {replies.num_updates} updates in {config.max_attempts} attempts, "
-            f"and needs {config.min_clients}: {_reasons(replies.failures)}",
+        raise self._too_few(replies)
+
+    def _buffered_updates(self, buffer: AsyncBuffer) -> tuple[RoundOrder, list[str], RoundReplies]:
+        """As many as the buffer holds, from clients that began with this model or with earlier ones."""
+        chosen: list[str] = []
+        replies = RoundReplies()
+        for attempt in range(self._config.max_attempts):
+            order = self._order(attempt)
+            asked: set[str] = set()
+            self._cohort.clients()  # devices: waits until there are enough
+
+            def hand_out(
+                idle: list[ClientFacts], num_busy: int, order: RoundOrder = order, asked: set[str] = asked
+            ) -> list[str]:
+                num_free = self._config.clients_per_round - num_busy
+                allowed = [facts for facts in idle if facts.client not in asked and self._may_be_asked(facts)]
+                names = self._draw(allowed, max(0, num_free), order, turn=len(asked))
+                asked.update(names)
+                chosen.extend(names)
+                return names
+
+            replies.merge(self._cohort.collect(order, buffer.size - replies.num_updates, hand_out))
+            if replies.num_updates >= buffer.size:
+                return order, chosen, replies
+        if replies.num_updates < self._config.min_clients:
+            raise self._too_few(replies)
+        return order, chosen, replies
+
+    def _too_few(self, replies: RoundReplies) -> CommunicationError:
+        return CommunicationError(
+            f"round {self.next_round} got {replies.num_updates} updates in {self._config.max_attempts} attempts, "
+            f"and needs {self._config.min_clients}: {_reasons(replies.failures)}",
             hint="the rounds before it are kept; look at the reasons, or lower min_clients",
             round=self.next_round,
         )
@@ -157,8 +190,14 @@ class RoundLoop:
         clients = self._askable()
         if not clients:
             raise InvalidArgument("there are no clients to train with", hint="start some, or wait for them")
-        seed = derived_seed(order.seed, order.round)
-        chosen = self._config.selection.choose(clients, self._config.clients_per_round, seed=seed)
+        return self._draw(clients, self._config.clients_per_round, order)
+
+    def _draw(self, clients: list[ClientFacts], count: int, order: RoundOrder, turn: int = 0) -> list[str]:
+        """Choose, and count who was chosen. `turn`: how many got the same order before."""
+        if not count:
+            return []
+        parts = (order.seed, order.round) if not turn else (order.seed, order.round, turn)
+        chosen = self._config.selection.choose(clients, count, seed=derived_seed(*parts))
         asked = set(chosen)
         for facts in clients:
             if facts.client in asked:
@@ -168,11 +207,11 @@ class RoundLoop:
 
     def _askable(self) -> list[ClientFacts]:
         """Clients whose own budget is not spent."""
-        clients = self._cohort.clients()
-        if not isinstance(self._config.privacy, LocalPrivacy):
-            return clients
-        most = self._config.privacy.most_rounds()
-        return [facts for facts in clients if facts.num_chosen < most]
+        return [facts for facts in self._cohort.clients() if self._may_be_asked(facts)]
+
+    def _may_be_asked(self, facts: ClientFacts) -> bool:
+        privacy = self._config.privacy
+        return not isinstance(privacy, LocalPrivacy) or facts.num_chosen < privacy.most_rounds()
 
     def _combined(self, replies: RoundReplies) -> MeanUpdate:
         """The round's update, by the mean or what takes its place."""
@@ -262,10 +301,11 @@ def _counted(reasons: Iterable[str]) -> dict[str, int]:
 
 def _client_figures(replies: RoundReplies) -> dict[str, float]:
     """Means over clients, weighted by samples."""
-    return {
+    means = {
         f"client_{name}": sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
         for name, pairs in replies.figures.items()
     }
+    return {**means, "staleness": mean(replies.staleness)} if replies.staleness else means
 
 
 def _reasons(failures: dict[str, str]) -> str:

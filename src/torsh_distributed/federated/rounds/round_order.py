@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.update_sum import UpdateSum
 
 _MOST_SAMPLES = 10**9
+HandOut = Callable[[list[ClientFacts], int], list[str]]
+"""Says who gets work now, from the idle clients and how many are busy; None of them twice with the same order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,8 @@ class RoundOrder:
     """The norm that the server clips updates to; clients then count equally."""
     keeps_updates: bool = False
     """Whether the server needs every update by itself, for a robust rule."""
+    scale: float = 1.0
+    """What the server multiplies these updates with, for their staleness."""
 
     def plain(self) -> dict[str, Any]:
         """Its fields, to send it; tensors are not copied."""
@@ -70,6 +74,10 @@ class RoundReplies:
     """Client to why it does not count."""
     figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """What clients reported, each with its number of samples."""
+    measured: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of clients that count: samples, and steps per second; 0: none were measured."""
+    staleness: list[int] = field(default_factory=list)
+    """Of the updates that count, in buffered rounds."""
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -86,6 +94,8 @@ class RoundReplies:
         self.failures.update(other.failures)
         for name, pairs in other.figures.items():
             self.figures.setdefault(name, []).extend((weight, value) for weight, value in pairs)
+        self.measured.update(other.measured)
+        self.staleness.extend(other.staleness)
         self.bytes_up += other.bytes_up
         self.bytes_down += other.bytes_down
 
@@ -101,6 +111,12 @@ class Cohort(Protocol):
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these clients; returns when all have answered, failed or are late."""
+
+    def collect(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> RoundReplies:
+        """Keep clients at work, from now on with this order, until so many updates count or nobody is at work.
+
+        Clients that are not done then go on; what they send counts for a later order.
+        """
 
     def round_counts(self, order: RoundOrder) -> None:
         """The round is accepted: what its clients remember of it is valid."""
@@ -134,7 +150,10 @@ class UpdateIntake:
             self.replies.total.add(update, vector, 1.0)
             self.replies.num_unclipped += is_whole
         else:
-            self.replies.total.add(update, self._strategy.vector(update), self._strategy.weight(update))
+            vector = self._strategy.vector(update) * self._order.scale
+            self.replies.total.add(update, vector, self._strategy.weight(update))
+        speed = update.num_steps / update.duration_s if update.duration_s > 0 else 0.0
+        self.replies.measured[update.client] = update.num_samples, speed
         for name, value in update.figures.items():
             self.replies.figures.setdefault(name, []).append((update.num_samples, value))
         return True

@@ -98,13 +98,9 @@ class ClientProcesses:
             num_unclipped=answer["num_unclipped"],
             failures=answer["failures"],
             figures=answer["figures"],
+            measured={client: (samples, speed) for client, (samples, speed) in answer["measured"].items()},
         )
-        return TrainedShare(
-            replies=replies,
-            states=answer["states"],
-            num_samples=answer["num_samples"],
-            steps_per_s=answer["steps_per_s"],
-        )
+        return TrainedShare(replies=replies, states=answer["states"])
 
     def _ended(self, pipe: Connection) -> ProcessFailure:
         index = self._pipes.index(pipe)
@@ -164,9 +160,8 @@ def _answer(
         "num_unclipped": share.replies.num_unclipped,
         "failures": share.replies.failures,
         "figures": {name: [list(pair) for pair in pairs] for name, pairs in share.replies.figures.items()},
+        "measured": {client: list(pair) for client, pair in share.replies.measured.items()},
         "states": share.states,
-        "num_samples": share.num_samples,
-        "steps_per_s": share.steps_per_s,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask, load_task
 from torsh_distributed.federated.rounds.round_loop import FederatedResult, RoundLoop, RoundRecord
-from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies
+from torsh_distributed.federated.rounds.round_order import HandOut, RoundOrder, RoundReplies
 from torsh_distributed.federated.simulation.client_processes import ClientProcesses
 from torsh_distributed.federated.simulation.virtual_clients import Availability, TrainedShare, VirtualClients
+from torsh_distributed.federated.simulation.virtual_clock import Arrival, VirtualClock
 
 
 def simulate(
@@ -60,6 +61,8 @@ class _SimulatedCohort:
         num_workers: int,
         availability: Availability,
     ) -> None:
+        self._buffer = config.buffer
+        self._availability = availability
         self._here = VirtualClients(task, config, num_clients, availability)
         self._sizes = self._here.sizes()
         self._num_workers = num_workers
@@ -71,6 +74,9 @@ class _SimulatedCohort:
         }
         self._states: dict[str, dict[str, Tensor]] = {}
         self._pending: dict[str, dict[str, Tensor]] = {}
+        self._clock = VirtualClock()
+        self._orders: dict[tuple[int, int], RoundOrder] = {}
+        """Those that clients are at work on, by round and attempt."""
 
     def clients(self) -> list[ClientFacts]:
         return list(self._facts.values())
@@ -78,21 +84,63 @@ class _SimulatedCohort:
     members = clients
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
-        replies = RoundReplies()
         self._pending = {}
+        return self._train(order, chosen)
+
+    def _train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
+        replies = RoundReplies()
         for share in self._trained(order, chosen):
             replies.merge(share.replies)
             self._pending.update(share.states)
-            for client, speed in share.steps_per_s.items():
-                self._facts[client].steps_per_s = speed
-        for client in chosen:
-            self._facts[client].num_delivered += client not in replies.failures
+        for client, measured in replies.measured.items():
+            self._facts[client].delivered(*measured)
         return replies
 
     def _trained(self, order: RoundOrder, chosen: list[str]) -> list[TrainedShare]:
+        states = {**self._states, **self._pending}
         if self._pool is None:
-            return [self._here.train(order, chosen, self._states)]
-        return self._pool.train(order, self._shares(chosen), self._states)
+            return [self._here.train(order, chosen, states)]
+        return self._pool.train(order, self._shares(chosen), states)
+
+    def collect(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> RoundReplies:
+        self._orders[order.round, order.attempt] = order
+        replies = RoundReplies()
+        while replies.num_updates < wanted:
+            arrivals = self._arrivals(order, wanted - replies.num_updates, hand_out)
+            if not arrivals:
+                break
+            for key in sorted({(arrival.round, arrival.attempt) for arrival in arrivals}):
+                clients = [arrival.client for arrival in arrivals if arrival[3:] == key]
+                replies.merge(self._train_late(self._orders[key], clients, order.round - key[0]))
+        working = {(arrival.round, arrival.attempt) for arrival in self._clock.working}
+        self._orders = {key: kept for key, kept in self._orders.items() if key in working}
+        return replies
+
+    def _arrivals(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> list[Arrival]:
+        """The next clients to be done, until so many have an answer; each is replaced as it is done."""
+        arrivals: list[Arrival] = []
+        while wanted:
+            working = {arrival.client for arrival in self._clock.working}
+            idle = [facts for facts in self._facts.values() if facts.client not in working]
+            for client in hand_out(idle, len(working)):
+                epochs = self._availability.epochs_of(order, client) or order.epochs
+                takes_s = self._availability.duration_s(client, epochs * self._sizes[int(client)])
+                self._clock.begin(client, round=order.round, attempt=order.attempt, takes_s=takes_s)
+            if not self._clock.working:
+                break
+            arrivals.append(self._clock.next_arrival())
+            wanted -= self._availability.epochs_of(self._orders[arrivals[-1][3:]], arrivals[-1].client) is not None
+        return arrivals
+
+    def _train_late(self, order: RoundOrder, clients: list[str], staleness: int) -> RoundReplies:
+        """What clients came to that began so many steps of the model ago."""
+        assert self._buffer is not None, "only buffered rounds collect"
+        scale = self._buffer.scale(staleness)
+        if not scale:
+            return RoundReplies(failures=dict.fromkeys(clients, self._buffer.too_old(staleness)))
+        replies = self._train(replace(order, scale=scale), clients)
+        replies.staleness = [staleness] * replies.num_updates
+        return replies
 
     def _shares(self, chosen: list[str]) -> list[list[str]]:
         """Clients by worker, the largest first to the worker with the fewest samples."""
@@ -109,7 +157,12 @@ class _SimulatedCohort:
         self._pending = {}
 
     def state(self) -> Mapping[str, object]:
-        return {"states": self._states, "facts": [asdict(facts) for facts in self._facts.values()]}
+        return {
+            "states": self._states,
+            "facts": [asdict(facts) for facts in self._facts.values()],
+            "clock": self._clock.state(),
+            "orders": [order.plain() for order in self._orders.values()],
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         kept = [ClientFacts(**facts) for facts in state["facts"]]
@@ -122,6 +175,8 @@ class _SimulatedCohort:
             )
         self._facts = {facts.client: facts for facts in kept}
         self._states = state["states"]
+        self._clock = VirtualClock(*state["clock"])
+        self._orders = {(order["round"], order["attempt"]): RoundOrder(**order) for order in state["orders"]}
 
     def close(self) -> None:
         """End the workers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.federated.federated_config import FederatedConfig
 from torsh_distributed.federated.federated_task import FederatedTask
-from torsh_distributed.federated.local_training import ClientUpdate, train_client
+from torsh_distributed.federated.local_training import train_client
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.random_seeds import derived_seed
 from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
@@ -28,10 +29,20 @@ class Availability:
     stragglers: float = 0.0
     """The probability that a client has time for a part of its epochs only: 1 to one less than all."""
 
+    speed_spread: float = 0.5
+    """How unlike clients' speeds are in buffered rounds: the standard deviation of the logarithm of a sample's time."""
+
     def __post_init__(self) -> None:
         for name in ("dropout", "stragglers"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigurationError(f"{name} is a probability", **{name: getattr(self, name)})
+        if not self.speed_spread >= 0:
+            raise ConfigurationError("speed_spread must not be negative", speed_spread=self.speed_spread)
+
+    def duration_s(self, client: str, num_samples: int) -> float:
+        """Of a client's training, in virtual seconds: a second for a sample at the middle speed, which it keeps."""
+        draw = random.Random(derived_seed(client, "speed"))
+        return num_samples * math.exp(draw.gauss(0.0, self.speed_spread))
 
     def epochs_of(self, order: RoundOrder, client: str) -> int | None:
         """The epochs that the client does; None if it does not answer."""
@@ -49,8 +60,6 @@ class TrainedShare:
     replies: RoundReplies
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """What clients remember if the round counts."""
-    num_samples: dict[str, int] = field(default_factory=dict)
-    steps_per_s: dict[str, float] = field(default_factory=dict)
 
 
 class VirtualClients:
@@ -115,9 +124,3 @@ class VirtualClients:
             return
         if intake.take(update):
             share.states[client] = new_state
-        self._measure(update, share)
-
-    def _measure(self, update: ClientUpdate, share: TrainedShare) -> None:
-        share.num_samples[update.client] = update.num_samples
-        if update.num_steps and update.duration_s:
-            share.steps_per_s[update.client] = update.num_steps / update.duration_s
