@@ -45,12 +45,12 @@ class SharedRound:
         self._intake.replies.bytes_up += num_bytes
 
 
-class _Work(NamedTuple):
+class _DeviceWork(NamedTuple):
     order: RoundOrder
     deadline_s: float
 
 
-class _Answer(NamedTuple):
+class _DeviceAnswer(NamedTuple):
     device: str
     order: RoundOrder
     update: ClientUpdate | None
@@ -64,8 +64,8 @@ class BufferedWork:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._working: dict[str, _Work] = {}
-        self._answers: deque[_Answer] = deque()
+        self._working: dict[str, _DeviceWork] = {}
+        self._answers: deque[_DeviceAnswer] = deque()
         self.taken: dict[str, bytes] = {}
         """Devices of which an update counts, and the nonce of the last."""
 
@@ -76,17 +76,17 @@ class BufferedWork:
 
     def begin(self, device: str, order: RoundOrder) -> None:
         """The device gets the order now."""
-        self._working[device] = _Work(order, time.monotonic() + self._deadline_s)
+        self._working[device] = _DeviceWork(order, time.monotonic() + self._deadline_s)
 
     def fail(self, device: str, reason: str) -> None:
         """The device's work does not count."""
         work = self._working.pop(device, None)
         if work is not None:
-            self._answers.append(_Answer(device, work.order, None, reason, b"", 0))
+            self._answers.append(_DeviceAnswer(device, work.order, None, reason, b"", 0))
 
     def take(self, device: str, nonce: bytes, update: ClientUpdate, num_bytes: int) -> None:
         """The device's answer."""
-        self._answers.append(_Answer(device, self._working.pop(device).order, update, "", nonce, num_bytes))
+        self._answers.append(_DeviceAnswer(device, self._working.pop(device).order, update, "", nonce, num_bytes))
 
     def has_answers(self) -> bool:
         """Whether there is something to take."""

@@ -18,7 +18,7 @@ from torsh_distributed.federated.rounds.round_loop import FederatedResult, Round
 from torsh_distributed.federated.rounds.round_order import HandOut, RoundOrder, RoundReplies
 from torsh_distributed.federated.simulation.client_processes import ClientProcesses
 from torsh_distributed.federated.simulation.virtual_clients import Availability, TrainedShare, VirtualClients
-from torsh_distributed.federated.simulation.virtual_clock import Arrival, VirtualClock
+from torsh_distributed.federated.simulation.virtual_clock import VirtualArrival, VirtualClock
 
 
 def simulate(
@@ -116,9 +116,9 @@ class _SimulatedCohort:
         self._orders = {key: kept for key, kept in self._orders.items() if key in working}
         return replies
 
-    def _arrivals(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> list[Arrival]:
+    def _arrivals(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> list[VirtualArrival]:
         """The next clients to be done, until so many have an answer; each is replaced as it is done."""
-        arrivals: list[Arrival] = []
+        arrivals: list[VirtualArrival] = []
         while wanted:
             working = {arrival.client for arrival in self._clock.working}
             idle = [facts for facts in self._facts.values() if facts.client not in working]
