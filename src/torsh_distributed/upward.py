@@ -16,6 +16,9 @@ DEEPSPEED_READER = "torsh_distributed.migrate.deepspeed.config.deepspeed_config:
 BEST_PLAN = "torsh_distributed.planner.search.auto_plan:best_plan"
 """`plan`: `Plan.auto` is where users look for it; the planner knows plans and models."""
 
+PLAN_AND_REASON = "torsh_distributed.planner.search.auto_plan:plan_and_reason"
+"""`train`: `parallelize` asks the planner beside it for a plan, in jobs that were started with `--plan auto`."""
+
 MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
 """`train`: `parallelize` asks the planner beside it whether a model fits, for devices and models where it matters."""
 

@@ -29,6 +29,9 @@ from torsh_distributed.plan.reading.value_sources import (
 from torsh_distributed.plan.sections.mesh import MeshConfig
 from torsh_distributed.plan.support import gate_of, lacks_something, status_of
 
+AUTO = "auto"
+"""In TORSH_PLAN and `--plan`: no file, `parallelize` chooses."""
+
 
 class PlanDifference(NamedTuple):
     """A key under which two plans differ."""
@@ -86,10 +89,12 @@ class Plan(PlanSections):
     ) -> Self:
         """A plan from a file, overridden by the environment, then by `section.key=value` of a command line.
 
-        Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any.
+        Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any. `auto` is no file: `parallelize`
+        chooses then, and these keys are what its choice leaves alone.
         """
         variables = environ or {}
         chosen = path or variables.get("TORSH_PLAN") or None
+        chosen = None if str(chosen) == AUTO else chosen
         sources = [values_from_file(Path(chosen), cls)] if chosen else []
         sources += [values_from_environment(variables, cls), values_from_command_line(command_line, cls)]
         return cls._from_values(merge(sources), where=str(chosen or "plan"))

@@ -36,6 +36,7 @@ from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, pre
 from torsh_distributed.train.comparing.forward_changes import ForwardChanges
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.gradient_hooks import GradientHooks
+from torsh_distributed.train.job_changes.automatic_plan import plan_of_job
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
 from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
@@ -73,15 +74,16 @@ def parallelize(
     `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
     modules of a model on the meta device that have no `reset_parameters()`; or `weights`, a safetensors file or a
     directory as Hugging Face writes it, is read into what each rank holds of such a model. `example` is a microbatch of
-    inputs, as a tuple or by name: to measure layers on for `pipeline.balance = "time"`, and to run a model once that
-    cannot be traced into stages. Parameters and buffers become those of rank 0. Settings that this version does not
-    support are refused here, before the first step.
+    inputs, as a tuple or by name: to measure layers on for `pipeline.balance = "time"`, to run a model once that
+    cannot be traced into stages, and to plan for under `torsh run --plan auto`. Parameters and buffers become those of
+    rank 0. Settings that this version does not support are refused here, before the first step.
     """
     chosen = with_elastic(plan or Plan())
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
     settings = _settings(chosen, optimizer, has_weights=weights is not None)
     require_same(settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
+    chosen = plan_of_job(model, chosen, optimizer=settings["optimizer"]["class"], example=example)
     chosen.validate(process_group.world_size())
     if process_group.rank() == 0:
         for notice in chosen.notices():

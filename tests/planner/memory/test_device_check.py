@@ -45,7 +45,7 @@ def test_too_large_a_batch_is_said_with_the_terms_and_what_to_do() -> None:
 def test_an_optimizer_that_is_not_known_is_said() -> None:
     found = warned(char_gpt(), "Lion", batch=10**8)
     assert found is not None
-    assert "that of Lion is not known" in found
+    assert "counted with the state of AdamW: torch.optim has no optimizer Lion" in found
 
 
 def test_a_model_that_cannot_run_without_values_is_not_warned_of() -> None:

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -117,6 +118,7 @@ def _spec(
     heartbeat_timeout_s = limits.heartbeat_timeout or default_heartbeat_timeout_s(
         is_elastic=is_elastic, is_over_ssh=is_over_ssh
     )
+    run_id = nodes.rdzv_id or ("none" if size.num_nodes > 1 and not is_over_ssh else uuid.uuid4().hex[:8])
     return JobSpec(
         entry=Entry(
             kind=entry_kind(workers.module, workers.no_python),
@@ -130,7 +132,7 @@ def _spec(
         master_addr=address,
         master_port=port,
         max_restarts=default_restarts if workers.max_restarts is None else workers.max_restarts,
-        run_id=nodes.rdzv_id or ("none" if size.num_nodes > 1 and not is_over_ssh else uuid.uuid4().hex[:8]),
+        run_id=run_id,
         role=workers.role,
         log_dir=output.log_dir,
         shown_ranks=parse_ranks(output.local_ranks_filter),
@@ -146,7 +148,7 @@ def _spec(
         env={
             **variables,
             **(_first_gpu() if workers.share_gpu else {}),
-            **({} if workers.plan is None else {"TORSH_PLAN": str(workers.plan.resolve())}),
+            **_plan_variables(workers.plan, output, run_id),
             **trace_variables(output.trace, output.trace_limit_mb, num_ranks=size.num_nodes * size.num_workers),
         },
         observe=observe_settings(size.plan, options.observe),
@@ -161,6 +163,20 @@ def _spec(
         elastic=size.elastic,
         port_range=None if nodes.port_range is None else parse_port_range(nodes.port_range),
     )
+
+
+def _plan_variables(plan: Path | None, output: OutputOptions, run_id: str) -> dict[str, str]:
+    """The plan for the workers; one that they choose is kept in the run's directory, and one of before is removed."""
+    if plan is None:
+        return {}
+    from torsh_distributed.plan.plan import AUTO
+
+    if str(plan) != AUTO:
+        return {"TORSH_PLAN": str(plan.resolve())}
+    kept = (output.trace or output.log_dir or Path("runs") / run_id) / "plan.toml"
+    if not output.dry_run:
+        kept.unlink(missing_ok=True)
+    return {"TORSH_PLAN": AUTO, "TORSH_AUTO_PLAN": str(kept.resolve())}
 
 
 def _first_gpu() -> dict[str, str]:

@@ -102,7 +102,8 @@ class WorkerOptions(NamedTuple):
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Plan for the workers (TORSH_PLAN), checked first for their number.", rich_help_panel=_WORKERS
+            help="Plan for the workers (TORSH_PLAN), checked first for their number. auto: rank 0 chooses the best.",
+            rich_help_panel=_WORKERS,
         ),
     ] = None
     start_method: Annotated[

@@ -8,10 +8,9 @@ import os
 import torch
 from torch import nn
 
-from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.memory.memory_table import GB
-from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+from torsh_distributed.planner.memory.optimizer_profile import optimizer_or_assumed
 from torsh_distributed.planner.memory.rank_memory import estimate_memory
 from torsh_distributed.planner.model.profiling import profile_model
 
@@ -25,10 +24,8 @@ def memory_warning(model: nn.Module, plan: Plan, *, optimizer: str, device: torc
     model's values and the random state stay as they are.
     """
     limit = _device_bytes(device, num_local)
-    try:
-        known, assumed = optimizer_named(optimizer), ""
-    except InvalidArgument:
-        known, assumed = optimizer_named("AdamW"), f", with the state of AdamW: that of {optimizer} is not known"
+    known, note = optimizer_or_assumed(optimizer)
+    assumed = f"; {note}" if note else ""
     try:
         with torch.random.fork_rng(devices=[]):
             table = estimate_memory(profile_model(model, plan), plan, known, device_type=device.type)

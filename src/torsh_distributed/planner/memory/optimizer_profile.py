@@ -47,6 +47,14 @@ def optimizer_named(name: str) -> OptimizerProfile:
     return _measured(kinds[name.lower()])
 
 
+def optimizer_or_assumed(name: str) -> tuple[OptimizerProfile, str]:
+    """The profile of an optimizer by the name of its class, and a note where it is unknown: that of AdamW then."""
+    try:
+        return optimizer_named(name), ""
+    except InvalidArgument as error:
+        return optimizer_named("AdamW"), f"counted with the state of AdamW: {error.message}"
+
+
 def _is_optimizer(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from torsh_distributed.errors import InvalidArgument
@@ -11,10 +12,10 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import MachineProfile, machine_named
 from torsh_distributed.planner.machine.this_machine import this_machine
 from torsh_distributed.planner.memory.memory_table import GB
-from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+from torsh_distributed.planner.memory.optimizer_profile import optimizer_named, optimizer_or_assumed
 from torsh_distributed.planner.model.profiling import profile_model
 from torsh_distributed.planner.search.model_limits import ModelLimits
-from torsh_distributed.planner.search.ranking import PlanSearch, Ranking
+from torsh_distributed.planner.search.ranking import PlanSearch, RankedPlan, Ranking
 
 DEFAULT_RESERVE = 0.05
 
@@ -59,10 +60,35 @@ def best_plan(
     Raises InvalidArgument, with the nearest plan, if none fits.
     """
     chosen = this_machine(world_size) if machine is None else machine_named(machine)
-    ranking = ranked_plans(model, world_size=world_size, machine=chosen, base=base, **options)
+    return _first(ranked_plans(model, world_size=world_size, machine=chosen, base=base, **options), chosen).plan
+
+
+def plan_and_reason(
+    model: nn.Module, *, world_size: int, ranks_per_node: int, base: Plan, optimizer: str, example: Any = None
+) -> tuple[Plan, str]:
+    """The best plan for a job that is about to train on this machine and others like it, and what is predicted of it.
+
+    `optimizer` is the name of its class. The model's values and the random state stay as they are.
+    """
+    machine = this_machine(ranks_per_node)
+    known, note = optimizer_or_assumed(optimizer.rpartition(".")[2])
+    with torch.random.fork_rng(devices=[]):
+        ranking = ranked_plans(
+            model, world_size=world_size, machine=machine, base=base, optimizer=known.name, example=example
+        )
+    best = _first(ranking, machine)
+    told = (
+        f"{best.plan.mesh.equation} ranks, {best.memory.num_samples} samples in a pass, activations"
+        f" {best.plan.activation.strategy}; estimated {best.time.total_s * 1e3:,.1f} ms a step and"
+        f" {best.memory.peak_bytes / GB:.2f} GB on a rank, the best of {ranking.num_tried} plans on {machine.name}"
+    )
+    return best.plan, f"{told}; {note}" if note else told
+
+
+def _first(ranking: Ranking, machine: MachineProfile) -> RankedPlan:
     if not ranking.plans:
-        raise InvalidArgument(no_plan(ranking, chosen), hint=nearest(ranking))
-    return ranking.plans[0].plan
+        raise InvalidArgument(no_plan(ranking, machine), hint=nearest(ranking))
+    return ranking.plans[0]
 
 
 def no_plan(ranking: Ranking, machine: MachineProfile) -> str:
