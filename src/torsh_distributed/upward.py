@@ -22,6 +22,9 @@ PLAN_AND_REASON = "torsh_distributed.planner.search.auto_plan:plan_and_reason"
 MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
 """`train`: `parallelize` asks the planner beside it whether a model fits, for devices and models where it matters."""
 
+RECOMPUTATION = "torsh_distributed.planner.search.recompute_budget:decide_for_training"
+"""`train`: `parallelize` asks the planner beside it which layers a memory budget lets it keep."""
+
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 

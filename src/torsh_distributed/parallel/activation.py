@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import compile_model
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
 from torsh_distributed.parallel.torch_internals import _get_current_function_mode_stack
+from torsh_distributed.plan.problems import did_you_mean
 from torsh_distributed.plan.sections.training import ActivationConfig, CompileConfig
 
 Forward = Callable[..., Any]
@@ -52,6 +54,20 @@ def is_costly(op: object) -> bool:
     return op in _COSTLY
 
 
+@dataclass(frozen=True)
+class RecomputedLayers:
+    """The layers of a model by what is recomputed of them."""
+
+    whole: Named = field(default_factory=dict)
+    selective: Named = field(default_factory=dict)
+    """All but costly operations."""
+
+    @property
+    def all(self) -> Named:
+        """Those of which anything is recomputed."""
+        return {**self.whole, **self.selective}
+
+
 def checkpoint_activations(
     model: nn.Module,
     config: ActivationConfig,
@@ -64,28 +80,13 @@ def checkpoint_activations(
     `layers` are the candidates; by default those that repeat: modules of one class, two or more in one list. Under
     `by_size` each is measured at its first call, by a forward whose result is discarded, so not even the first step
     keeps more than allowed. Ranks of `group` use the largest size among them, because all must choose the same layers.
+    Under `budget` the config names them.
     """
-    chosen: Named = {}
-    if config.strategy != "none":
-        candidates = repeated_layers(model) if layers is None else layers
-        if not candidates:
-            raise ConfigurationError(
-                f"activation.strategy {config.strategy!r}: the model has no layers that repeat",
-                hint="put the layers into an nn.ModuleList or nn.Sequential, or set activation.strategy = none",
-                model=type(model).__name__,
-            )
-        step = config.every_n_layers if config.strategy == "uniform" else 1
-        chosen = dict(list(candidates.items())[::step])
-    for layer in chosen.values():
-        if config.strategy == "by_size":
-            _replace_forward(layer, _BySize(layer, int(config.threshold_mb * 2**20), group))
-        elif config.strategy == "selective":
-            _replace_forward(layer, _Recomputed(layer, keeps_costly=True))
-        else:
-            _replace_forward(layer, _Recomputed(layer))
+    chosen = _chosen_layers(model, config, layers)
+    _recompute(chosen, config, group)
     if config.offload_to_cpu:
         _replace_forward(model, _Offloading(model))
-    return chosen
+    return chosen.all
 
 
 def compile_and_checkpoint(
@@ -101,12 +102,50 @@ def compile_and_checkpoint(
     Backward calls a compiled layer again to recompute it. What `selective` keeps is chosen by operation, and operations
     are seen only while a graph is made: there the graph contains the recomputation.
     """
+    chosen = _chosen_layers(model, config, layers)
+    _recompute(RecomputedLayers(selective=chosen.selective), config, group)
+    compile_model(model, compiling, layers=layers)
+    _recompute(RecomputedLayers(whole=chosen.whole), config, group)
+    if config.offload_to_cpu:
+        _replace_forward(model, _Offloading(model))
+
+
+def _chosen_layers(model: nn.Module, config: ActivationConfig, layers: Named | None) -> RecomputedLayers:
+    if config.strategy == "none":
+        return RecomputedLayers()
+    candidates = repeated_layers(model) if layers is None else layers
+    if not candidates:
+        raise ConfigurationError(
+            f"activation.strategy {config.strategy!r}: the model has no layers that repeat",
+            hint="put the layers into an nn.ModuleList or nn.Sequential, or set activation.strategy = none",
+            model=type(model).__name__,
+        )
+    if config.strategy == "budget":
+        whole = {name: _named(candidates, name) for name in config.whole_layers}
+        return RecomputedLayers(whole, {name: _named(candidates, name) for name in config.selective_layers})
     if config.strategy == "selective":
-        checkpoint_activations(model, config, layers=layers, group=group)
-        compile_model(model, compiling, layers=layers)
-    else:
-        compile_model(model, compiling, layers=layers)
-        checkpoint_activations(model, config, layers=layers, group=group)
+        return RecomputedLayers(selective=candidates)
+    step = config.every_n_layers if config.strategy == "uniform" else 1
+    return RecomputedLayers(whole=dict(list(candidates.items())[::step]))
+
+
+def _named(candidates: Named, name: str) -> nn.Module:
+    if name not in candidates:
+        raise ConfigurationError(
+            f"activation.whole_layers and activation.selective_layers: {name} is none of the layers that repeat",
+            hint=did_you_mean(name, candidates) or f"they are {', '.join(list(candidates)[:5])}, …",
+            key="activation.whole_layers",
+        )
+    return candidates[name]
+
+
+def _recompute(chosen: RecomputedLayers, config: ActivationConfig, group: dist.ProcessGroup | None) -> None:
+    for layer in chosen.selective.values():
+        _replace_forward(layer, _Recomputed(layer, keeps_costly=True))
+    for layer in chosen.whole.values():
+        is_measured = config.strategy == "by_size"
+        limit = int(config.threshold_mb * 2**20)
+        _replace_forward(layer, _BySize(layer, limit, group) if is_measured else _Recomputed(layer))
 
 
 def activation_bytes(layer: nn.Module, *args: Any, **kwargs: Any) -> int:

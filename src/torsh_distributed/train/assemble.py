@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_distributed import events, upward
-from torsh_distributed.comm.agreement import require_same
+from torsh_distributed.comm.agreement import fail_together, require_same
 from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.meeting.software_versions import comparable, own_software
 from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, InvalidArgument
@@ -93,6 +94,7 @@ def parallelize(
     note_fact("total_steps", chosen.training.steps)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
+    chosen = _with_recomputation(model, chosen, settings["optimizer"]["class"], example)
     _warn_of_memory(model, chosen, settings["optimizer"]["class"])
     num_passes = chosen.training.gradient_accumulation
     hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
@@ -151,6 +153,30 @@ def _suggest(engine: Engine) -> None:
             events.emit(one)
         if found:
             _log.warning(suggestion_line(found))
+
+
+def _with_recomputation(model: nn.Module, plan: Plan, optimizer: str, example: Any) -> Plan:
+    """Name the layers that are recomputed for a memory budget: rank 0 decides and all others get it."""
+    if plan.activation.is_decided:
+        return plan
+    group, keys = resolve_group(None), None
+    with fail_together("choose what to recompute", group):
+        if process_group.rank() == 0:
+            decide = upward.load(upward.RECOMPUTATION)
+            name, device_type = optimizer.rpartition(".")[2], _device_of(model).type
+            found = decide(model, plan, optimizer=name, device_type=device_type, example=example).activation
+            keys = {"strategy": found.strategy, "every_n_layers": found.every_n_layers}
+            keys |= {"whole_layers": found.whole_layers, "selective_layers": found.selective_layers}
+    keys = broadcast_object(keys, 0)
+    num_whole, num_cheap = len(keys["whole_layers"]), len(keys["selective_layers"])
+    events.emit(
+        events.DecisionEvent(
+            subject="activation",
+            choice=f"{keys['strategy']}: {num_whole} layers whole, {num_cheap} all but costly operations",
+            reason=f"the least recomputation whose estimate is within {plan.activation.memory_budget_gb:g} GB",
+        )
+    )
+    return plan.replace(activation=keys)
 
 
 def _warn_of_memory(model: nn.Module, plan: Plan, optimizer: str) -> None:

@@ -100,4 +100,7 @@ def test_the_best_plan_of_a_mesh_is_the_best_of_all_its_variants() -> None:
                 continue
             if fits:
                 times.append(predictor.step_time(plan).total_s)
-        assert one.time.total_s == pytest.approx(min(times))
+        if one.plan.activation.strategy == "budget":
+            assert one.time.total_s < min(times)
+        else:
+            assert one.time.total_s == pytest.approx(min(times))

@@ -94,23 +94,26 @@ def fit(
     from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
     from torsh_distributed.planner.model.model_source import find_model
     from torsh_distributed.planner.model.profiling import profile_model
+    from torsh_distributed.planner.search.recompute_budget import decide_recomputation
 
     found = find_model(model)
     resolved = chosen.resolve(world)
     profile = profile_model(found.model, resolved, sequence=sequence, example=found.example)
-    question = MemoryQuestion(profile, optimizer_named(optimizer or ASSUMED_OPTIMIZER), world, limit * (1 - reserve))
+    known = optimizer_named(optimizer or ASSUMED_OPTIMIZER)
+    resolved = decide_recomputation(profile, resolved, known, device_type="cuda")
+    question = MemoryQuestion(profile, known, world, limit * (1 - reserve))
     table = question.table(resolved)
     console = Console()
-    params, known = profile.all_params, optimizer_text(optimizer, question.optimizer.name)
+    params, told = profile.all_params, optimizer_text(optimizer, known.name)
     console.print(
         f"{profile.name}: {params.numel() / 1e9:,.3g} billion parameters in {profile.num_blocks} blocks"
         f" ({len(profile.blocks)} distinct), {profile.tokens_per_sample} tokens a sample; loss: {profile.loss_note};"
-        f" {known}; {resolved.mesh.equation} ranks, {table.num_samples} samples in a microbatch",
+        f" {told}; {resolved.mesh.equation} ranks, {table.num_samples} samples in a microbatch",
         highlight=False,
         soft_wrap=True,
     )
     console.print(_terms(table), highlight=False)
-    for line in _verdict(question, chosen, table, limit, reserve):
+    for line in _verdict(question, resolved, table, limit, reserve):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if table.peak_bytes > question.limit_bytes:
         raise typer.Exit(1)
@@ -162,6 +165,7 @@ def _verdict(question: MemoryQuestion, plan: Plan, table: MemoryTable, limit: fl
         yield f"fits: {peak / GB:.2f} GB of {room}; {(usable - peak) / GB:.2f} GB are left"
         return
     yield f"does not fit: {peak / GB:.2f} GB of {room}; {(peak - usable) / GB:.2f} GB are missing"
+    yield from _by_recomputing(question, plan)
     singles, together = question.closing(plan)
     for change in singles[:5]:
         yield f"  fits with {change.text}: {change.peak_bytes / GB:.2f} GB"
@@ -170,3 +174,25 @@ def _verdict(question: MemoryQuestion, plan: Plan, table: MemoryTable, limit: fl
     elif together is not None:
         missing = (together.peak_bytes - usable) / GB
         yield f"  no change of the plan is enough on these devices; nearest, {missing:.2f} GB short: {together.text}"
+
+
+def _by_recomputing(question: MemoryQuestion, plan: Plan) -> Iterator[str]:
+    """The least recomputation after which the plan fits, if there is any."""
+    from torsh_distributed.planner.search.recompute_budget import decide_recomputation
+
+    budget_gb = question.limit_bytes / GB
+    keys = {"strategy": "budget", "memory_budget_gb": budget_gb, "whole_layers": (), "selective_layers": ()}
+    try:
+        found = decide_recomputation(
+            question.profile, plan.replace(activation=keys), question.optimizer, device_type=question.device_type
+        )
+    except ConfigurationError:  # not even with everything recomputed, or nothing repeats
+        return
+    chosen, blocks = found.activation, question.profile.num_blocks
+    num_whole, num_cheap = len(chosen.whole_layers), len(chosen.selective_layers)
+    if chosen.strategy == "budget":
+        yield (
+            f'  fits with activation.strategy = "budget", memory_budget_gb = {budget_gb:.4g}: of {blocks} layers'
+            f" {num_whole} are recomputed whole and {num_cheap} without costly operations:"
+            f" {question.table(found).peak_bytes / GB:.2f} GB"
+        )

@@ -77,8 +77,9 @@ class CompileConfig(Section):
 class ActivationConfig(Section):
     """Activation checkpointing: trades time for memory."""
 
-    strategy: Literal["none", "uniform", "by_size", "selective"] = "none"
-    """What backward recomputes: nothing, every n-th layer, large activations, or all but costly operations."""
+    strategy: Literal["none", "uniform", "by_size", "selective", "budget"] = "none"
+    """What backward recomputes: nothing, every n-th layer, large activations, all but costly operations, or what it
+    must so that a rank's memory stays within `memory_budget_gb`."""
 
     every_n_layers: int = Field(default=4, ge=1)
     """The n of `uniform`; 1 recomputes every layer."""
@@ -86,8 +87,43 @@ class ActivationConfig(Section):
     threshold_mb: float = Field(default=100.0, gt=0)
     """Under `by_size`, layers whose activations reach this size are recomputed."""
 
+    memory_budget_gb: float | None = Field(default=None, gt=0)
+    """Under `budget`, the estimated peak of a rank in GB of 10**9 bytes, with parameters, state and all else. The two
+    keys below are then found before the first step, with the least time spent on recomputing."""
+
+    whole_layers: Words = ()
+    """Under `budget`, names of the layers that are recomputed whole, in place of finding them."""
+
+    selective_layers: Words = ()
+    """Under `budget`, names of the layers of which all but costly operations are recomputed."""
+
     offload_to_cpu: bool = False
     """Move the activations that are kept to host memory until backward needs them."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known which layers are recomputed; else the memory budget has to be looked at first."""
+        return self.strategy != "budget" or self.memory_budget_gb is None or self._names_layers
+
+    @property
+    def _names_layers(self) -> bool:
+        return bool(self.whole_layers or self.selective_layers)
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        if self.strategy == "budget" and self.memory_budget_gb is None and not self._names_layers:
+            yield Problem(
+                "memory_budget_gb",
+                'activation.strategy = "budget" needs activation.memory_budget_gb: the memory that a rank may need',
+                "set memory_budget_gb = 70.0, or name layers in whole_layers or selective_layers",
+            )
+        both = sorted({*self.whole_layers} & {*self.selective_layers})
+        if both:
+            yield Problem(
+                "selective_layers",
+                f"{both[0]} is in activation.whole_layers and in activation.selective_layers",
+                "name each layer once: whole_layers recomputes all of it",
+            )
 
 
 class TrainingConfig(Section):

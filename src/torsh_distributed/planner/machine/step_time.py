@@ -15,12 +15,17 @@ from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.machine.machine_profile import DeviceLink, MachineProfile
 from torsh_distributed.planner.machine.operation_times import OperationTimes, RankShare
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
-from torsh_distributed.planner.memory.rank_holdings import ITEMSIZE, samples_per_pass
+from torsh_distributed.planner.memory.rank_holdings import ITEMSIZE, Recompute, recomputed_blocks, samples_per_pass
 from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, stage_parts
 from torsh_distributed.planner.model.model_profile import Held, ModelProfile, SegmentProfile
 
 PER_MICROBATCH = ("forward", "backward", "recompute", "split layers")
 """The terms that every microbatch has."""
+
+SegmentCount = tuple[SegmentProfile, int, Recompute]
+"""A segment, how many of it, and what is recomputed of each."""
+Counted = dict[tuple[tuple[StagePart, ...], tuple[Recompute, ...]], tuple[SegmentCount, ...]]
+"""What ranks compute, by their stages and what is recomputed of each block."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class StepPredictor:
     def __init__(self, profile: ModelProfile, machine: MachineProfile, optimizer: OptimizerProfile) -> None:
         self._profile, self._machine, self._optimizer = profile, machine, optimizer
         self._times: dict[str, OperationTimes] = {}
-        self._counted: dict[tuple[tuple[StagePart, ...], int], tuple[tuple[SegmentProfile, int, bool], ...]] = {}
+        self._counted: Counted = {}
 
     def step_time(self, plan: Plan) -> StepTime:
         """The time of a step for a plan that is valid and resolved for its world.
@@ -84,6 +89,10 @@ class StepPredictor:
     def phases(self, plan: Plan) -> StepPhases:
         """The same step as phases of ranks, for a simulation."""
         return self._prediction(plan).phases()
+
+    def recompute_s(self, plan: Plan, kind: int, recompute: Recompute) -> float:
+        """The time to recompute so much of one microbatch in a block of a kind."""
+        return self._prediction(plan).recompute_s(self._profile.blocks[kind], recompute)
 
     def _prediction(self, plan: Plan) -> _Prediction:
         dtype = plan.precision.dtype
@@ -98,8 +107,7 @@ class _Prediction:
     machine: MachineProfile
     optimizer: OptimizerProfile
     times: OperationTimes
-    counted: dict[tuple[tuple[StagePart, ...], int], tuple[tuple[SegmentProfile, int, bool], ...]]
-    """What ranks compute, by their stages and every how many blocks one is recomputed."""
+    counted: Counted
 
     def __post_init__(self) -> None:
         self.mesh = self.plan.mesh
@@ -108,8 +116,7 @@ class _Prediction:
         self.itemsize = ITEMSIZE[self.plan.precision.dtype]
         self._links: dict[str, DeviceLink] = {}
         self._shares: dict[int, RankShare] = {}
-        is_uniform = self.plan.activation.strategy == "uniform"
-        self.every = self.plan.activation.every_n_layers if is_uniform else 1
+        self.recomputed = recomputed_blocks(self.profile, self.plan)
 
     # --- one block -------------------------------------------------------------------------------------------
 
@@ -137,17 +144,11 @@ class _Prediction:
         """One backward of a segment, without communication."""
         return self.times.backward_s(segment, self._share(segment))
 
-    def recompute_s(self, segment: SegmentProfile, is_chosen: bool) -> float:
-        """What backward recomputes of a block; `is_chosen`: by its place in the model."""
-        config = self.plan.activation
-        if config.strategy == "uniform":
-            return self.forward_s(segment) if is_chosen else 0.0
-        if config.strategy == "by_size":
-            size = sum(amount.at(self.samples) for amount in segment.saved.values())
-            return self.forward_s(segment) if size >= config.threshold_mb * 2**20 else 0.0
-        if config.strategy == "selective":
-            return self.times.cheap_s(segment, self._share(segment))
-        return 0.0
+    def recompute_s(self, segment: SegmentProfile, recompute: Recompute) -> float:
+        """The time to recompute so much of a block."""
+        if recompute is Recompute.WHOLE:
+            return self.forward_s(segment)
+        return self.times.cheap_s(segment, self._share(segment)) if recompute is Recompute.CHEAP else 0.0
 
     # --- links -------------------------------------------------------------------------------------------
 
@@ -193,23 +194,23 @@ class _Prediction:
 
     # --- the step -------------------------------------------------------------------------------------------
 
-    def counts(self, parts: tuple[StagePart, ...]) -> tuple[tuple[SegmentProfile, int, bool], ...]:
-        """What a rank computes for a microbatch: each kind of segment, how many, whether recomputed by their place."""
-        known = self.counted.get((parts, self.every))
+    def counts(self, parts: tuple[StagePart, ...]) -> tuple[SegmentCount, ...]:
+        """What a rank computes for a microbatch: each kind of segment, how many, and what is recomputed of it."""
+        known = self.counted.get((parts, self.recomputed))
         if known is not None:
             return known
-        found: Counter[tuple[int, bool]] = Counter()
+        found: Counter[tuple[int, Recompute]] = Counter()
         for part in parts:
             found.update(
-                (kind, index % self.every == 0)
-                for index, kind in enumerate(self.profile.order[part.first : part.end], part.first)
+                zip(self.profile.order[part.first : part.end], self.recomputed[part.first : part.end], strict=True)
             )
         blocks = [(self.profile.blocks[kind], count, again) for (kind, again), count in found.items()]
         before = sum(part.has_before for part in parts)
         after = sum(part.has_after for part in parts)
-        around = [(self.profile.before, before, False), (self.profile.after, after, False)]
-        self.counted[parts, self.every] = (*blocks, *(one for one in around if one[1]))
-        return self.counted[parts, self.every]
+        nothing = Recompute.NOTHING
+        around = [(self.profile.before, before, nothing), (self.profile.after, after, nothing)]
+        counts = self.counted[parts, self.recomputed] = (*blocks, *(one for one in around if one[1]))
+        return counts
 
     def rank_terms(self, parts: tuple[StagePart, ...]) -> dict[str, float]:
         """The terms of one microbatch on a rank, and of the end of a step."""
@@ -288,17 +289,14 @@ class _Prediction:
     def _ranks(self) -> list[tuple[StagePart, ...]]:
         """The stages of those pipeline ranks that differ: ranks with equal stages take equal times."""
         every = stage_parts(self.profile, self.plan)
-        return [every[one] for one in largest_ranks(every, self.profile.order, self._chosen())]
-
-    def _chosen(self) -> tuple[bool, ...]:
-        return tuple(index % self.every == 0 for index in range(self.profile.num_blocks))
+        return [every[one] for one in largest_ranks(every, self.profile.order, self.recomputed)]
 
     def _update_s(self, ranks: Iterable[tuple[StagePart, ...]]) -> float:
         """The update of what one rank holds."""
         over = self.mesh.shard if self.mesh.shard > 1 else 1
         return max(self._update_of(self.counts(parts), over) for parts in ranks)
 
-    def _update_of(self, counts: Iterable[tuple[SegmentProfile, int, bool]], over: int) -> float:
+    def _update_of(self, counts: Iterable[SegmentCount], over: int) -> float:
         held = list(counts)
         num_bytes = sum(count * self._trained_bytes(one) for one, count, _ in held) / over
         rates = self.machine.rates

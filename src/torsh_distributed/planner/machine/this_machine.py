@@ -29,15 +29,20 @@ def this_machine(num_ranks: int = 1, *, path: Path | None = None) -> MachineProf
     As `torsh bench machine` has measured it with so many ranks; `path` is its file, left out the usual one. Else some
     numbers are measured now, in about a second: links between ranks are not, and marked.
     """
+    return known_machine(num_ranks, path=path) or _measured_now(num_ranks)
+
+
+def known_machine(num_ranks: int, *, path: Path | None = None) -> MachineProfile | None:
+    """The machine at hand as its file has it; None if it was not measured with so many ranks."""
     path = path or machine_path()
-    if path.exists():
-        file = MachineFile.load(path)
-        stale = file.differences()
-        if stale:
-            _log.warning("%s is not used, it is of another machine (%s): torsh bench machine", path, "; ".join(stale))
-        elif num_ranks in file.by_ranks:
-            return measured_machine(file.by_ranks[num_ranks])
-    return _measured_now(num_ranks)
+    if not path.exists():
+        return None
+    file = MachineFile.load(path)
+    stale = file.differences()
+    if stale:
+        _log.warning("%s is not used, it is of another machine (%s): torsh bench machine", path, "; ".join(stale))
+        return None
+    return measured_machine(file.by_ranks[num_ranks]) if num_ranks in file.by_ranks else None
 
 
 def measured_machine(found: Measurement) -> MachineProfile:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params
@@ -38,15 +40,34 @@ def held_bytes(amounts: HeldBytes, plan: Plan, samples: float) -> float:
     return sum(amount.at(samples) / share[kind] for kind, amount in amounts.items() if kind in share)
 
 
-def recomputed_blocks(profile: ModelProfile, plan: Plan) -> tuple[bool, ...]:
-    """For each block of the model, whether backward recomputes it."""
+class Recompute(IntEnum):
+    """What backward recomputes of a block."""
+
+    NOTHING = 0
+    CHEAP = 1
+    """All but products and attention, as `selective`."""
+    WHOLE = 2
+
+
+def recomputed_blocks(profile: ModelProfile, plan: Plan) -> tuple[Recompute, ...]:
+    """For each block of the model, what backward recomputes of it; the plan is decided (`ActivationConfig`)."""
     config, count = plan.activation, profile.num_blocks
     if config.strategy == "uniform":
-        return tuple(index % config.every_n_layers == 0 for index in range(count))
+        return _every(config.every_n_layers, count)
     if config.strategy == "by_size":
         limit, samples = config.threshold_mb * 2**20, samples_per_pass(plan) / plan.mesh.cp
-        return tuple(held_bytes(block.saved, plan, samples) >= limit for block in profile.chain())
-    return (False,) * count
+        large = (held_bytes(block.saved, plan, samples) >= limit for block in profile.chain())
+        return tuple(Recompute.WHOLE if one else Recompute.NOTHING for one in large)
+    if config.strategy == "budget":
+        named = dict.fromkeys(config.whole_layers, Recompute.WHOLE)
+        named |= dict.fromkeys(config.selective_layers, Recompute.CHEAP)
+        return tuple(named.get(name, Recompute.NOTHING) for name in profile.block_names)
+    return (Recompute.CHEAP if config.strategy == "selective" else Recompute.NOTHING,) * count
+
+
+@functools.lru_cache(maxsize=64)
+def _every(step: int, count: int) -> tuple[Recompute, ...]:
+    return tuple(Recompute.NOTHING if index % step else Recompute.WHOLE for index in range(count))
 
 
 @dataclass
@@ -58,6 +79,8 @@ class RankHoldings:
     optimizer: OptimizerProfile
     device_type: str
     parts: tuple[StagePart, ...]
+    recomputed: tuple[Recompute, ...]
+    """What is recomputed of each block of the model."""
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -71,9 +94,8 @@ class RankHoldings:
         self.gather_size = self.compute_size if plan.precision.dtype != "fp32" else self.param_size
         self.reduce_size = ITEMSIZE.get(plan.precision.reduce_dtype, self.gather_size)
         self.chain = self.profile.chain()
-        self._kept: dict[tuple[int, bool], float] = {}
+        self._kept: dict[tuple[int, Recompute], float] = {}
         self._running: dict[str, list[float]] = {}
-        self.recomputed = recomputed_blocks(self.profile, plan)
         has_buckets = not self.is_sharded and plan.mesh.pp == 1 and plan.mesh.data_degree * plan.mesh.cp > 1
         has_many = plan.training.gradient_accumulation > 1 or plan.mesh.pp > 1
         self.num_grads = (int(has_buckets) + int(has_many)) if not self.is_sharded else 0
@@ -169,9 +191,9 @@ class RankHoldings:
         on_host = self.plan.activation.offload_to_cpu and self.device_type != "cpu"
         if on_host:
             return 0.0
-        if self.recomputed[index]:
+        if self.recomputed[index] is Recompute.WHOLE:
             return self._input(block)
-        if self.plan.activation.strategy == "selective":
+        if self.recomputed[index] is Recompute.CHEAP:
             return self.held(block.selective_saved)
         return self.held(block.saved)
 
@@ -190,7 +212,7 @@ class RankHoldings:
 
     def block_copies(self, index: int, *, is_computing: bool = False) -> float:
         """Copies of the weights of block `index` that are kept until its backward, or there while it computes."""
-        if self.recomputed[index] and not is_computing:
+        if self.recomputed[index] is Recompute.WHOLE and not is_computing:
             return 0.0
         return self.weights(self.chain[index].saved, self.chain[index].params)
 

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.memory.memory_table import MemoryTable, RankMemory
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
-from torsh_distributed.planner.memory.rank_holdings import RankHoldings, Terms, recomputed_blocks, samples_per_pass
+from torsh_distributed.planner.memory.rank_holdings import (
+    RankHoldings,
+    Recompute,
+    Terms,
+    recomputed_blocks,
+    samples_per_pass,
+)
 from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, microbatches_in_flight, stage_parts
 from torsh_distributed.planner.model.model_profile import (
     ModelProfile,
@@ -33,6 +39,20 @@ def estimate_memory(
     return _table(profile, plan, optimizer, device_type, parts, range(len(parts)))
 
 
+def rank_peak(
+    profile: ModelProfile,
+    plan: Plan,
+    optimizer: OptimizerProfile,
+    *,
+    rank: int,
+    recomputed: tuple[Recompute, ...],
+    device_type: str = "cuda",
+) -> float:
+    """The estimated peak of one pipeline rank, if so much is recomputed, whatever the plan says of that."""
+    parts = stage_parts(profile, plan)[rank]
+    return _RankEstimate(profile, plan, optimizer, device_type, parts, recomputed).rank_memory(rank).total_bytes
+
+
 def estimate_peak(
     profile: ModelProfile, plan: Plan, optimizer: OptimizerProfile, *, device_type: str = "cuda"
 ) -> MemoryTable:
@@ -50,7 +70,11 @@ def _table(
     parts: Sequence[tuple[StagePart, ...]],
     ranks: Iterable[int],
 ) -> MemoryTable:
-    found = (_RankEstimate(profile, plan, optimizer, device_type, parts[rank]).rank_memory(rank) for rank in ranks)
+    recomputed = recomputed_blocks(profile, plan)
+    found = (
+        _RankEstimate(profile, plan, optimizer, device_type, parts[rank], recomputed).rank_memory(rank)
+        for rank in ranks
+    )
     return MemoryTable(tuple(found), samples_per_pass(plan))
 
 
@@ -68,10 +92,10 @@ class _RankEstimate(RankHoldings):
 
     def _marks(self, part: StagePart) -> list[int]:
         """The first and the last block of each kind in a stage."""
-        found: dict[tuple[int, bool], list[int]] = {}
+        found: dict[tuple[int, Recompute | None], list[int]] = {}
         ahead = part.first + self.plan.fsdp.max_gathered_ahead
         if self.is_sharded and ahead < part.end:
-            found[-1, False] = [ahead, ahead]  # where backward still prefetches
+            found[-1, None] = [ahead, ahead]  # where backward still prefetches
         for index in range(part.first, part.end):
             key = (self.profile.order[index], self.recomputed[index])
             place = found.setdefault(key, [index, index])
@@ -127,7 +151,7 @@ class _RankEstimate(RankHoldings):
         """The peak of a block's backward; for shards also its end, when its gradients are sent. `ready`: gradients."""
         block = self.chain[index]
         live = self.held(block.backward_live)
-        if self.recomputed[index]:
+        if self.recomputed[index] is Recompute.WHOLE:
             live = max(live, self.held(block.forward_live))
         kept = self._before(part, index) + self._input(block)
         own = self.shard_grads(block)

@@ -61,7 +61,7 @@ def _starts(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def largest_ranks(
-    ranks: tuple[tuple[StagePart, ...], ...], order: tuple[int, ...], recomputed: tuple[bool, ...]
+    ranks: tuple[tuple[StagePart, ...], ...], order: tuple[int, ...], recomputed: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ranks one of which holds the most: of those with equal stages the first, which has the most in flight.
 

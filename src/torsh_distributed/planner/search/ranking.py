@@ -16,7 +16,11 @@ from torsh_distributed.planner.model.model_profile import ModelProfile
 from torsh_distributed.planner.search.layouts import Mesh, meshes
 from torsh_distributed.planner.search.model_limits import ModelLimits
 from torsh_distributed.planner.search.plan_variants import PlanVariants, Variant
+from torsh_distributed.planner.search.recompute_budget import RecomputeSearch
 
+_REFINED_LAYOUTS = 10
+_REFINED_VARIANTS = 4
+"""Of each of them: the fastest ones."""
 _TIE = 1.03
 """Predictions nearer than this are no reason to prefer the more complicated plan."""
 
@@ -75,6 +79,10 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self._variants = PlanVariants(self.base, has_blocks=self.profile.num_blocks > 0)
         self._predictor = StepPredictor(self.profile, self.machine, self.optimizer)
+        device_type = self.machine.device_type
+        self._recomputing = RecomputeSearch(self.profile, self._predictor, self.optimizer, device_type)
+        self._too_large: dict[str, list[tuple[Variant, float]]] = {}
+        """By mesh: plans without recomputation that are faster than the one that fits, the fastest first."""
         self._legal: set[tuple[object, ...]] = set()
         self._illegal: dict[tuple[tuple[int, ...], tuple[object, ...]], str] = {}
 
@@ -86,6 +94,10 @@ class PlanSearch:
             if self.is_simple and max(mesh["tp"], mesh["pp"], mesh["ep"]) > 1:
                 continue
             self._try_mesh(mesh, ranking)
+        if ranking.plans:
+            times = sorted(one.time.total_s for one in ranking.plans)
+            worst_s = times[min(_REFINED_LAYOUTS, len(times)) - 1]
+            ranking.plans = [self._with_less_recomputed(one, worst_s) for one in ranking.plans]
         ranking.plans = _ordered(ranking.plans)
         if ranking.plans:
             ranking.smallest = None
@@ -121,7 +133,7 @@ class PlanSearch:
                 continue
             time = self._predictor.step_time(variant.plan)
             timed.append((time.total_s, number, variant, time))
-        for _, _, variant, time in sorted(timed):
+        for place, (_, _, variant, time) in enumerate(sorted(timed)):
             memory = estimate_peak(self.profile, variant.plan, self.optimizer, device_type=self.machine.device_type)
             missing = memory.peak_bytes - self.limit_bytes
             if missing <= 0:
@@ -131,11 +143,43 @@ class PlanSearch:
                 except ConfigurationError as error:
                     reason = _last_line(error)
                     continue
+                self._too_large[plan.mesh.equation] = [
+                    (one, none_s)
+                    for none_s, _, one, _ in sorted(timed)[:place]
+                    if one.plan.activation.strategy == "none"
+                ]
                 return RankedPlan(plan, memory, time)
             reason = f"{memory.peak_bytes / GB:.1f} GB, {missing / GB:.1f} GB more than there are"
             if ranking.smallest is None or memory.peak_bytes < ranking.smallest[1].peak_bytes:
                 ranking.smallest = variant.plan, memory
         return reason
+
+    def _with_less_recomputed(self, found: RankedPlan, worst_s: float) -> RankedPlan:
+        """`found`, or a faster plan of its mesh that fits once some of its blocks are recomputed.
+
+        Looked for where it could be among the first `_REFINED_LAYOUTS`, of which the last takes `worst_s`.
+        """
+        for variant, none_s in self._too_large[found.plan.mesh.equation][:_REFINED_VARIANTS]:
+            if none_s >= min(worst_s, found.time.total_s) or not self.profile.num_blocks:
+                break
+            changed = self._recomputing.within(variant.plan, self.limit_bytes)
+            if changed is None or changed.activation.strategy != "budget":
+                continue  # as the variants have it
+            time = self._predictor.step_time(changed)
+            if time.total_s < found.time.total_s:
+                try:
+                    plan = self.base.replace(**variant.changes).replace(activation=self._budget_keys(changed))
+                    plan.validate(self.world_size)
+                except ConfigurationError:  # as of a model that is compiled as a whole
+                    continue
+                memory = estimate_peak(self.profile, plan, self.optimizer, device_type=self.machine.device_type)
+                found = RankedPlan(plan, memory, time)
+        return found
+
+    def _budget_keys(self, plan: Plan) -> dict[str, object]:
+        chosen = plan.activation
+        layers = {"whole_layers": chosen.whole_layers, "selective_layers": chosen.selective_layers}
+        return {"strategy": "budget", "memory_budget_gb": self.limit_bytes / GB, **layers}
 
     def _refusal(self, variant: Variant) -> str | None:
         """Why a plan of this kind is not legal, or the model refuses it; the one that is chosen is asked again.
