@@ -43,8 +43,8 @@ PRELOADED = ("torsh_distributed.train.assemble", "torsh_distributed.elastic.in_p
 JOB_METER = "torsh_distributed.green.job_meter:JobMeter"
 """`launch`: reads the meters of a node, in jobs that ask for it; others do not import it."""
 
-ENERGY_BUDGET = "torsh_distributed.green.energy_budget:EnergyBudget"
-"""`launch`: says when a job has spent what its plan allows."""
+RUN_CONTROL = "torsh_distributed.green.run_control:RunControl"
+"""`launch`: says when a job has spent what its plan allows, and whether it trains or holds."""
 
 GPU_LIMIT = "torsh_distributed.green.power.gpu_limit"
 """`launch`: sets the power limit of GPUs and puts it back."""

@@ -71,6 +71,7 @@ def start_job(
     backend: str = "torsh",
     checkpoints: bool = False,
     env: dict[str, str] | None = None,
+    script: Path = SCRIPT,
 ) -> subprocess.Popen[str]:
     """Start `torsh run --elastic` on the training script."""
     command = [sys.executable, "-m", "torsh_distributed.run", "--elastic", "--nproc-per-node", str(num_workers)]
@@ -79,7 +80,7 @@ def start_job(
         arguments.append(str(folder / "checkpoints"))
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [*command, *options, str(SCRIPT), *arguments],
+        [*command, *options, str(script), *arguments],
         env={**os.environ, "PYTHONPATH": path, **faults_environment(*faults), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

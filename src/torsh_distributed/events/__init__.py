@@ -6,6 +6,7 @@ from torsh_distributed.events.jsonl import JsonlSink, to_record
 from torsh_distributed.events.types import (
     AlertEvent,
     BucketEvent,
+    BudgetEvent,
     CarbonEvent,
     CheckpointEvent,
     CollectiveEvent,
@@ -27,6 +28,7 @@ from torsh_distributed.events.types import (
     RebalanceEvent,
     RoutingEvent,
     SamplesEvent,
+    ScheduleEvent,
     StepEvent,
     SuggestionEvent,
     WaitEvent,
@@ -38,6 +40,7 @@ from torsh_distributed.events.types import (
 __all__ = [
     "AlertEvent",
     "BucketEvent",
+    "BudgetEvent",
     "CarbonEvent",
     "CheckpointEvent",
     "CollectiveEvent",
@@ -62,6 +65,7 @@ __all__ = [
     "RebalanceEvent",
     "RoutingEvent",
     "SamplesEvent",
+    "ScheduleEvent",
     "StepEvent",
     "SuggestionEvent",
     "WaitEvent",

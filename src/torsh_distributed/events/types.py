@@ -225,6 +225,43 @@ class CarbonEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleEvent(Event):
+    """The policy on energy decided whether the job trains, and with how many workers."""
+
+    kind: ClassVar[str] = "schedule"
+
+    action: str
+    """train, reduce, hold (go on later) or defer (begin later)."""
+    workers: int
+    """That train; 0 in a hold."""
+    reason: str
+    deadline: float | None = None
+    """Seconds since the epoch, as `time`."""
+    done_at: float | None = None
+    """When the job will be done by the plan."""
+    resumes_at: float | None = None
+    """When a hold will end by the plan."""
+    planned_grams: float | None = None
+    """CO2 of the rest by the plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetEvent(Event):
+    """How much of a budget of energy or CO2 is spent, over all nodes and all starts of the run."""
+
+    kind: ClassVar[str] = "budget"
+
+    name: str
+    """energy, energy of this epoch or CO2."""
+    spent: float
+    limit: float
+    unit: str
+    """kWh or kg."""
+    action: str
+    """ok, warn, slow or stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
     """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
@@ -442,6 +479,8 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     HardwareEvent,
     EnergyEvent,
     CarbonEvent,
+    ScheduleEvent,
+    BudgetEvent,
     CheckpointEvent,
     SamplesEvent,
     IncidentEvent,

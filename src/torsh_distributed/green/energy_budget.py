@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torsh_distributed.events import EnergyEvent
+from torsh_distributed.events import BudgetEvent, EnergyEvent
 
 if TYPE_CHECKING:
     from torsh_distributed.plan.sections.green import GreenConfig
@@ -16,7 +17,8 @@ _J_PER_KWH = 3.6e6
 class EnergyBudget:
     """Adds up the energy of all nodes. Checked with every reading, so it is overspent by one interval at most."""
 
-    def __init__(self, config: GreenConfig) -> None:
+    def __init__(self, config: GreenConfig, kept: Mapping[str, Any] | None = None) -> None:
+        """`kept` is `to_dict` of an earlier launcher of the run, whose spending counts."""
         self._action = config.on_budget
         self._limits = {
             "energy": (config.max_kwh, "kWh"),
@@ -25,12 +27,34 @@ class EnergyBudget:
         }
         self._spent = dict.fromkeys(self._limits, 0.0)
         self._said: dict[str, int] = {}
+        self._shown: dict[str, tuple[int, str]] = {}
         self._epoch = 0
+        if kept is not None:
+            self._spent |= {name: float(kept["spent"][name]) for name in self._spent}
+            self._epoch = int(kept["epoch"])
 
     @classmethod
-    def wanted(cls, config: GreenConfig) -> EnergyBudget | None:
-        """That of a plan; None if it has none."""
-        return cls(config) if any((config.max_kwh, config.max_epoch_kwh, config.max_co2_kg)) else None
+    def wanted(cls, config: GreenConfig, kept: Mapping[str, Any] | None = None) -> EnergyBudget | None:
+        """That of a plan; None if it has none. Raises KeyError, TypeError or ValueError if `kept` is damaged."""
+        return cls(config, kept) if any((config.max_kwh, config.max_epoch_kwh, config.max_co2_kg)) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a later launcher of the run counts on from."""
+        return {"spent": dict(self._spent), "epoch": self._epoch}
+
+    def take_news(self) -> list[BudgetEvent]:
+        """The budgets that were spent further by a hundredth, or have come to another stage, since the last call."""
+        found = []
+        for name, (limit, unit) in self._limits.items():
+            if limit is None:
+                continue
+            spent = self._spent[name]
+            action = ("ok", "warn", self._action)[self._said.get(name, 0)]
+            shown = (int(100 * spent / limit), action)
+            if self._shown.get(name) != shown:
+                self._shown[name] = shown
+                found.append(BudgetEvent(rank=-1, name=name, spent=spent, limit=limit, unit=unit, action=action))
+        return found
 
     def begin_epoch(self, epoch: int) -> None:
         """A rank tells the epoch that it is in."""

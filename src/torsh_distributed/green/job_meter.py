@@ -12,26 +12,37 @@ from torsh_distributed import events
 from torsh_distributed.errors import TorshError
 from torsh_distributed.green.carbon.feeds import make_feed
 from torsh_distributed.green.carbon.grid_watch import GridWatch, carbon_event
+from torsh_distributed.green.carbon.intensity import IntensitySeries
 from torsh_distributed.green.meters.counter_meter import MeterReading
 from torsh_distributed.green.meters.node_meter import NodeMeter
 from torsh_distributed.green.power.pacing import PaceControl
 
 if TYPE_CHECKING:
+    from torsh_distributed.green.run_control import RunControl
     from torsh_distributed.plan.sections.green import GreenConfig
 
 _log = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], None]
-"""Takes a record: an event as JSON, `{"type": "note", "text": …}` for people, or `{"type": "pace", "pause_share": …}`
-for workers."""
+"""Takes a record: an event as JSON, `{"type": "note", "text": …}` for people, `{"type": "pace", "pause_share": …}` for
+workers, or `{"type": "workers", …}` for the leader."""
 
 
 class JobMeter:
     """One node's energy from now on until `close`, which reads once more. Trouble is a note, never an exception."""
 
     def __init__(
-        self, config: GreenConfig, *, ranks: Sequence[int], node: int, visible_gpus: str = "", send: Send
+        self,
+        config: GreenConfig,
+        *,
+        ranks: Sequence[int],
+        node: int,
+        visible_gpus: str = "",
+        send: Send,
+        control: RunControl | None = None,
     ) -> None:
+        """`control` decides by what is read, on node 0 of a job that has a budget or a policy."""
+        self._control = control
         self._node = node
         self._interval_s = config.interval_s
         self._send = send
@@ -97,7 +108,22 @@ class JobMeter:
             self._told[one.meter] = one.detail
             self._send(events.to_record(event))
         self._keep_pace(readings)
+        self._decide()
         self._note()
+
+    def _decide(self) -> None:
+        """Ask what to do now, and write down what is known."""
+        if self._control is None:
+            return
+        series = IntensitySeries(()) if self._grid is None else self._grid.series
+        decided = self._control.decide(series, now=time.time())
+        if decided is not None:
+            found, event = decided
+            if event is not None:
+                self._send(events.to_record(event))
+            told = {"workers": found.workers, "reason": found.reason, "longest_s": found.longest_s}
+            self._send({"type": "workers", **told})
+        self._control.keep()
 
     def _intensity(self) -> float | None:
         """The grid's intensity now; what it is and how old is told when it changes."""

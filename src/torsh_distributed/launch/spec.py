@@ -188,6 +188,9 @@ class JobSpec:
     green: GreenConfig | None = None
     """What the energy of the job is measured with; None measures nothing."""
 
+    energy_record: Path | None = None
+    """File of the run with what it has spent and planned, which outlives the launcher. None keeps nothing."""
+
     health: tuple[str, int] | None = None
     """Address and port of the pages for probes; None serves none."""
 

@@ -37,25 +37,31 @@ class RunningChange:
     """What every learning rate is multiplied with, the scheduler's too."""
     save_checkpoint: bool = False
     """Save a checkpoint at the change."""
+    hold_s: float = 0.0
+    """Stop before that update, saving if the job keeps checkpoints, until the launcher says to go on, or that long."""
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """The change in `set`, `learning_rate_factor` and `save_checkpoint`; raises ConfigurationError if it is none.
+        """The change in `set`, `learning_rate_factor`, `save_checkpoint`, `hold_s`; ConfigurationError if it is none.
 
         `set` has sections and keys as a plan has them. Keys that cannot change while a job runs are refused by name.
         """
-        unknown = set(table) - {"set", "learning_rate_factor", "save_checkpoint"}
+        unknown = set(table) - {"set", "learning_rate_factor", "save_checkpoint", "hold_s"}
         if unknown:
             raise ConfigurationError(
                 f"a change of the plan has no key {', '.join(sorted(unknown))}",
-                hint="keys: set, learning_rate_factor, save_checkpoint",
+                hint="keys: set, learning_rate_factor, save_checkpoint, hold_s",
             )
         factor, save = table.get("learning_rate_factor", 1.0), table.get("save_checkpoint", False)
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise ConfigurationError("learning_rate_factor must be a number above 0", got=repr(factor)[:100])
         if not isinstance(save, bool):
             raise ConfigurationError("save_checkpoint must be true or false", got=repr(save)[:100])
-        change = cls(values=_values(table.get("set", {})), learning_rate_factor=float(factor), save_checkpoint=save)
+        hold_s = table.get("hold_s", 0.0)
+        if isinstance(hold_s, bool) or not isinstance(hold_s, int | float) or not 0 <= hold_s < float("inf"):
+            raise ConfigurationError("hold_s must be a number of seconds", got=repr(hold_s)[:100])
+        values = _values(table.get("set", {}))
+        change = cls(values=values, learning_rate_factor=float(factor), save_checkpoint=save, hold_s=float(hold_s))
         if change == cls():
             raise ConfigurationError(
                 "a change of the plan that changes nothing",
@@ -69,6 +75,7 @@ class RunningChange:
             "set": _nested(self.values),
             "learning_rate_factor": self.learning_rate_factor,
             "save_checkpoint": self.save_checkpoint,
+            "hold_s": self.hold_s,
         }
 
     def applied_to(self, plan: Plan) -> Plan:
@@ -86,6 +93,8 @@ class RunningChange:
             told.append(f"learning rates × {self.learning_rate_factor:g}")
         if self.save_checkpoint:
             told.append("a checkpoint")
+        if self.hold_s:
+            told.append("a hold")
         return ", ".join(told)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -76,3 +77,26 @@ def test_a_rank_that_does_not_answer_is_a_reason_to_change_nothing(monkeypatch: 
         plan.close()
     assert [one["what"] for one in told] == ["prepare", "cancel"]
     assert "rank 1 did not answer" in lines.said[0]
+
+
+def test_ranks_hold_before_the_same_update_until_they_are_released() -> None:
+    lines, told = Lines(), list[dict[str, Any]]()
+    with Loop() as loop:
+        plan = changes(loop, lines, told)
+        plan.hold(60.0, "500 g/kWh")
+        plan.hold(60.0, "500 g/kWh")  # asked for with every reading
+        plan.said(0, ChangeWord(1, "ready", 5, 0, ""))
+        plan.said(1, ChangeWord(1, "ready", 6, 0, ""))
+        assert [one["what"] for one in told] == ["prepare", "commit"]
+        assert json.loads(told[1]["change"]) == {"hold_s": 60.0}
+        # Released before all are there: who comes later does not stop.
+        assert plan.release()
+        assert told[2] == {"number": 1, "what": "release"}
+        assert not plan.release()
+        for rank in (0, 1):
+            plan.said(rank, ChangeWord(1, "changed", 0, 6, "a hold"))
+        assert lines.said == ["training holds after step 6 (500 g/kWh)"]
+        plan.hold(60.0, "again")
+        assert plan.release(), "it was not agreed on yet"
+        assert told[-1] == {"number": 2, "what": "cancel"}
+        plan.close()

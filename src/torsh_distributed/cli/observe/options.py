@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from torsh_distributed import known_variables
 from torsh_distributed.observe.settings import LOOPBACK_HOST, ObserveSettings
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ def observe_settings(plan: "Plan | None", given: ObserveOptions) -> ObserveSetti
     if green_config(plan, wanted=given.green) is not None:
         settings = dataclasses.replace(settings, energy=True)
     return settings
+
+
+def energy_record(plan: "Plan | None") -> Path | None:
+    """Beside the directory of checkpoints, from which a job that is started again goes on; else with the event files.
+
+    Not in the former: it belongs to its checkpoints alone.
+    """
+    if plan is not None and plan.checkpoint.enabled:
+        checkpoints = Path(plan.checkpoint.dir).resolve()
+        return checkpoints.with_name(f"{checkpoints.name}.energy.json")
+    events_dir = known_variables.text("TORSH_EVENTS_DIR")
+    return Path(events_dir).resolve() / "energy-record.json" if events_dir else None
 
 
 def green_config(plan: "Plan | None", *, wanted: bool) -> "GreenConfig | None":

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
-from torsh_distributed.cli.observe.options import ObserveOptions, green_config, observe_settings
+from torsh_distributed.cli.observe.options import ObserveOptions, energy_record, green_config, observe_settings
 from torsh_distributed.cli.option_records import takes_records
 from torsh_distributed.cli.run.job_size import JobSize, job_size
 from torsh_distributed.cli.run.option_values import (
@@ -153,6 +153,7 @@ def _spec(
         },
         observe=observe_settings(size.plan, options.observe),
         green=green_config(size.plan, wanted=options.observe.green),
+        energy_record=energy_record(size.plan),
         health=None if nodes.health is None else parse_health(nodes.health),
         spot_notice=nodes.spot_notice,
         shutdown_timeout_s=limits.shutdown_timeout,

@@ -45,7 +45,7 @@ class FileFeed:
     The last one holds as long as the one before it.
     """
 
-    period_s = 60.0
+    period_s = 2.0
 
     def __init__(self, path: str | Path, zone: str = "file") -> None:
         self._path = Path(path)

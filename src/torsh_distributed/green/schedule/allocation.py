@@ -23,6 +23,9 @@ class TimeSlot:
     start: float
     end: float
     g_per_kwh: float
+    renewable_share: float | None = None
+    weight: float | None = None
+    """What a kilowatt-hour counts for in the choice of slots; None for its grams."""
 
     @property
     def hours(self) -> float:
@@ -41,13 +44,16 @@ class JobShape:
     """Power of a worker that trains."""
     idle_w: float = 0.0
     """Power of each worker that waits, while the job is not done: the machines are held."""
+    min_workers: int = 1
+    """Fewer do not train: it is these or none."""
 
     def __post_init__(self) -> None:
         gains = [later - before for before, later in zip((0.0, *self.speeds), self.speeds, strict=False)]
         falls = any(later > before + 1e-9 for before, later in itertools.pairwise(gains))
-        if self.work_h <= 0 or not self.speeds or min(gains) <= 0 or falls or not 0 <= self.idle_w < self.busy_w:
+        is_sound = self.work_h > 0 and bool(self.speeds) and min(gains) > 0 and not falls
+        if not is_sound or not 0 <= self.idle_w < self.busy_w or not 1 <= self.min_workers <= len(self.speeds):
             raise InvalidArgument(
-                "a job has work, speeds that grow by less and less, and idle power below busy power",
+                "a job has work, speeds that grow by less and less, idle power below busy power, and workers for them",
                 got=f"work {self.work_h} h, speeds {list(self.speeds)}, {self.idle_w} of {self.busy_w} W",
             )
 
@@ -99,12 +105,14 @@ def allocate(job: JobShape, slots: Sequence[TimeSlot]) -> WorkerSchedule:
     queue: list[tuple[float, int, int]] = []
 
     def offer(index: int, workers: int) -> None:
-        gain = job.speeds[workers - 1] - (job.speeds[workers - 2] if workers > 1 else 0.0)
-        grams = (job.busy_w - job.idle_w) / 1e3 * max(slots[index].g_per_kwh, 1e-9)
-        heapq.heappush(queue, (grams / gain, index, workers))
+        slot = slots[index]
+        weight = slot.g_per_kwh if slot.weight is None else slot.weight
+        added = workers if workers == job.min_workers else 1  # the first ones come together
+        grams = added * (job.busy_w - job.idle_w) / 1e3 * max(weight, 1e-9)
+        heapq.heappush(queue, (grams / _gain(job, workers), index, workers))
 
     for index in range(len(slots)):
-        offer(index, 1)
+        offer(index, job.min_workers)
     while queue and left_h > 1e-9:
         _, index, workers = heapq.heappop(queue)
         chosen[index] = workers
@@ -114,9 +122,8 @@ def allocate(job: JobShape, slots: Sequence[TimeSlot]) -> WorkerSchedule:
     if left_h < 0:
         # The one that was taken last is needed for a part of its slot.
         over_h = -left_h
-        shares[index] = 1.0
-        if chosen[index] == 1:
-            shares[index] = 1.0 - over_h / slots[index].hours
+        if chosen[index] == job.min_workers:
+            shares[index] = 1.0 - over_h / (_gain(job, job.min_workers) * slots[index].hours)
     return _weighed(job, slots, chosen, shares, is_done=left_h <= 1e-9)
 
 
@@ -134,7 +141,8 @@ def run_now(job: JobShape, slots: Sequence[TimeSlot]) -> WorkerSchedule:
 
 
 def _gain(job: JobShape, workers: int) -> float:
-    return job.speeds[workers - 1] - (job.speeds[workers - 2] if workers > 1 else 0.0)
+    """The speed that the last of them adds; with the fewest that train, that of all."""
+    return job.speeds[workers - 1] - (job.speeds[workers - 2] if workers > job.min_workers else 0.0)
 
 
 def _weighed(

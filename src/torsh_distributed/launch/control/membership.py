@@ -106,6 +106,11 @@ class Membership:
         return sorted({*self._starting, *self._waiting})
 
     @property
+    def refusal(self) -> str | None:
+        """Why the workers cannot change in place; None if they can."""
+        return next((self._refusals[member] for member in self.running if member in self._refusals), None)
+
+    @property
     def strays(self) -> list[int]:
         """Workers that came too late: all that could let them in have finished."""
         if self._with_state & set(self.running):
@@ -154,9 +159,8 @@ class Membership:
         unready = [member for member in running if member in self._with_state and member not in self._ready]
         if unready:
             return f"worker {unready[0]} has not begun to train"
-        refusal = next((self._refusals[member] for member in running if member in self._refusals), None)
-        if refusal is not None:
-            return refusal
+        if self.refusal is not None:
+            return self.refusal
         if len(running) < self._spec.min_workers and self._spec.on_loss == "shrink":
             return f"{len(running)} of at least {self._spec.min_workers} workers are left"
         return None

@@ -30,6 +30,7 @@ from torsh_distributed.launch.nodes.records import (
     FromNode,
     MemberSaid,
     Start,
+    WorkersWanted,
 )
 from torsh_distributed.launch.spec import ElasticSpec, JobSpec
 
@@ -139,6 +140,12 @@ class ElasticLeader(Leader):
             self._output.say(str(answer["text"]))
 
     @override
+    def _follow_energy(self, message: WorkersWanted) -> None:
+        super()._follow_energy(message)
+        if self._world is not None and message.workers:
+            self._world.follow(message.workers, message.reason)
+
+    @override
     def _ranks(self) -> Sequence[int]:
         return () if self._world is None else self._world.members
 
@@ -190,6 +197,8 @@ class ElasticLeader(Leader):
         if isinstance(message, AddWorker):
             self.coordinator.resumed(message.node_rank)
         if isinstance(message, ChangeMembers) and self._changes is not None:
+            # Ranks that hold come to the end of a step and meet in the new world; the policy holds them again there.
+            self._changes.release()
             self._changes.cancel("the members of the world change")
         super()._tell_all(message)
 

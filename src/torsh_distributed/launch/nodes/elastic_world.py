@@ -157,13 +157,18 @@ class ElasticWorld:
 
     def _follow_policy(self, message: MemberSaid) -> None:
         """Rank 0's policy wants so many workers: as many of them as the job allows."""
+        if message.member in self._membership.members[:1]:  # else a rank 0 of an older world
+            self.follow(message.workers, message.detail)
+
+    def follow(self, workers: int, reason: str) -> None:
+        """A policy wants so many workers: as many of them as the job allows; nothing if they are wanted already."""
         membership = self._membership
-        if message.member not in membership.members[:1]:  # a rank 0 of an older world
+        target = max(self._elastic.min_workers, min(workers, self._elastic.max_workers))
+        if membership.refusal is not None or self.is_over:
             return
-        target = max(self._elastic.min_workers, min(message.workers, self._elastic.max_workers))
         if target != membership.target and self._slots is None:  # a script knows better what there is
-            self._output.say(f"{target} workers are wanted now: {message.detail}")
-            self._emit("scaling", detail=f"{membership.target} to {target} workers: {message.detail}")
+            self._output.say(f"{target} workers are wanted now: {reason}")
+            self._emit("scaling", detail=f"{membership.target} to {target} workers: {reason}")
             self._carry_out(membership.scale(target))
 
     def _note_step(self, message: MemberSaid) -> None:

@@ -40,6 +40,7 @@ from torsh_distributed.launch.nodes.records import (
     Start,
     Stop,
     Stopped,
+    WorkersWanted,
 )
 from torsh_distributed.launch.nodes.store_process import StoreProcess
 from torsh_distributed.launch.spec import JobSpec
@@ -92,10 +93,21 @@ class Leader:
                 if self._changes is not None and message.attempt == self.coordinator.attempt:
                     word = ChangeWord(message.number, message.what, message.at, message.step, message.detail)
                     self._changes.said(message.member, word)
+            case WorkersWanted() if node_rank == 0 and self.coordinator.phase is JobPhase.RUNNING:
+                self._follow_energy(message)
             case DiagnosisWanted():
                 self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
+
+    def _follow_energy(self, message: WorkersWanted) -> None:
+        """The policy on energy decides, with every reading of its meters: hold, or train."""
+        if self._changes is None:
+            return
+        if message.workers == 0:
+            self._changes.hold(message.longest_s, message.reason)
+        elif self._changes.release():
+            self._output.say(f"training goes on ({message.reason})")
 
     def _inquire(self, attempt: int, tell: Callable[[Inquiry], None]) -> None:
         """Tell the inquiry into the running attempt; what comes from an earlier one is of no interest any more."""
@@ -167,6 +179,8 @@ class Leader:
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                     self._tell_all(decision)
                 case End():
+                    if self._changes is not None:
+                        self._changes.release()  # workers that hold save after their next step
                     self._end_attempt()
                     self._tell_all(decision)
 

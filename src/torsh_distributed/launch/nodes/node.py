@@ -58,6 +58,7 @@ from torsh_distributed.launch.nodes.records import (
     Start,
     Stop,
     Stopped,
+    WorkersWanted,
 )
 from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
@@ -126,6 +127,7 @@ class Node:
                 take=self._take_energy,
                 pace=self._pace_workers,
                 stop=end,
+                want=self._want_workers,
                 guardian=self._guardian,
                 directory=self.directory,
             )
@@ -133,6 +135,8 @@ class Node:
         self._health: HealthWatch | None = None
         self._leaving: LeavingWatch | None = None
         self._attempt_number = 0
+        self._early_changes: list[ChangePlan] = []
+        """Told before the workers of the attempt were started: they hear of it then."""
         self._num_revived = 0
         loop.watch(self._guardian.pidfd, self._revive_guardian)
         self._log_name = spec.run_id
@@ -175,6 +179,7 @@ class Node:
         if message.attempt == 0 and sets_omp_threads(self._spec, os.environ) and self._reports_itself:
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
+        self._early_changes = []
         self._attempt_number = number = message.attempt
         if message.workers_by_node:
             # As many as there are slots for: other ones than at the start of the job, after a restart.
@@ -220,6 +225,9 @@ class Node:
         self._attempt.start()
         if self._pause_share:
             self._pace_workers(self._pause_share)
+        early, self._early_changes = self._early_changes, []
+        for change in early:
+            self._change_plan(change)
         if self._spec.elastic is not None:
             limits = HealthLimits(
                 stopped_s=self._spec.elastic.stop_timeout_s, silent_s=self._spec.elastic.hang_timeout_s
@@ -274,9 +282,9 @@ class Node:
             self._count_energy(measured.rank, message)
 
     def _count_energy(self, rank: int, message: dict[str, Any]) -> None:
-        """On node 0: energy counts against the budget; a rank may tell its epoch."""
+        """On node 0: energy counts against the budget; a rank tells its steps and its epoch."""
         if self._energy is not None and rank >= 0:
-            self._energy.begin_epoch(message)
+            self._energy.take_report(message)
         elif self._energy is not None:
             self._energy.count(message)
 
@@ -302,11 +310,17 @@ class Node:
             said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
             self.report(said)
 
+    def _want_workers(self, workers: int, reason: str, longest_s: float) -> None:
+        """The policy on energy says how many workers train."""
+        self.report(WorkersWanted(workers=workers, reason=reason, longest_s=longest_s))
+
     def _want_change(self, change: str, reason: str) -> None:
         """A rule of alerts asks for a change of the plan."""
         self.report(ChangeWanted(change=change, reason=reason))
 
     def _change_plan(self, message: ChangePlan) -> None:
+        if self._attempt is None and self._attempt_number == message.attempt:
+            self._early_changes.append(message)
         if self._attempt is not None and self._attempt.number == message.attempt:
             told = {"type": "change", "what": message.what, "number": message.number, "at": message.at}
             self._attempt.tell({**told, "change": json.loads(message.change), "reason": message.reason})
@@ -409,7 +423,7 @@ class Node:
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
         if self._energy is not None:
-            self._energy.close()
+            self._energy.close(is_done=exit_code == 0)
             self._energy = None
         self._observer.tell_end(exit_code, attempt=self._attempt_number)
         self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)

@@ -143,6 +143,17 @@ class ChangeSaid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersWanted:
+    """The policy on energy of node 0 says how many workers train from now on; with none, all hold for `longest_s` at
+    most."""
+
+    kind: Literal["workers_wanted"] = "workers_wanted"
+    workers: int
+    reason: Text
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiagnosisWanted:
     """Somebody at the node asks what the job is doing (SIGUSR1); node 0 prints the answer."""
 
@@ -231,7 +242,8 @@ class AddWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangePlan:
-    """Change `number` of the plan: prepare, commit (before update `at`) or cancel; `change` is JSON."""
+    """Change `number` of the plan: prepare, commit (before update `at`), cancel, or release from its hold; `change` is
+    JSON."""
 
     kind: Literal["change_plan"] = "change_plan"
     attempt: int
@@ -272,6 +284,7 @@ FromNode = (
     | Measured
     | ChangeWanted
     | ChangeSaid
+    | WorkersWanted
     | DiagnosisWanted
     | Interrupted
     | MemberSaid

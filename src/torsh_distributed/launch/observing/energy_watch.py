@@ -9,22 +9,25 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torsh_distributed import upward
-from torsh_distributed.events import AlertEvent, EnergyEvent, emit
+from torsh_distributed.events import AlertEvent, EnergyEvent, to_record
 from torsh_distributed.events.recorded import event_of
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.observe.metrics.step_record import unpack_steps
 
 if TYPE_CHECKING:
     from torsh_distributed.plan.sections.green import GreenConfig
 
 _MAX_RECORD_BYTES = 1 << 14
+_MAX_STEPS = 64
 _THEN = {
     "warn": "",
     "slow": "; workers pause between steps as long as they compute",
@@ -45,16 +48,33 @@ class EnergyWatch:
         take: Callable[[dict[str, Any]], None],
         pace: Callable[[float], None],
         stop: Callable[[], None],
+        want: Callable[[int, str, float], None],
         guardian: Guardian,
         directory: Path,
     ) -> None:
-        """`pace` tells this node's workers how long to pause, as a multiple of a step; `stop` saves and ends."""
+        """`pace` tells this node's workers how long to pause, as a multiple of a step; `stop` saves and ends;
+        `want` says on node 0 how many workers train, why, and how long none may."""
         self._loop = loop
         self._output = output
         self._take = take
         self._pace = pace
         self._stop = stop
-        self._budget = upward.load(upward.ENERGY_BUDGET).wanted(config) if spec.is_leader else None
+        self._want = want
+        self._num_workers = spec.world_size
+        self._total_steps: int | None = None
+        control = upward.load(upward.RUN_CONTROL)
+        elastic = spec.elastic
+        can_scale = elastic is not None and elastic.discovery is None
+        self._control = None
+        if spec.is_leader and control.is_wanted(config):
+            self._control = control(
+                config,
+                min_workers=elastic.min_workers if elastic is not None and can_scale else spec.world_size,
+                max_workers=spec.world_size,
+                now=time.time(),
+                record=spec.energy_record,
+                note=self._note,
+            )
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
         visible = spec.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -64,6 +84,7 @@ class EnergyWatch:
             node=spec.node_rank,
             visible_gpus=visible,
             send=self._send,
+            control=self._control,
         )
         self._is_spent = False
         self._limits = directory / "gpu-limits.json"
@@ -96,39 +117,59 @@ class EnergyWatch:
                 self._note(record["text"])
             elif record["type"] == "pace":
                 self._pace(record["pause_share"])
+            elif record["type"] == "workers":
+                self._want(record["workers"], record["reason"], record["longest_s"])
             else:
                 self._take(record)
 
     def count(self, record: dict[str, Any]) -> None:
         """On node 0: what a meter of any node has counted, against the budget."""
-        event = event_of(record) if self._budget is not None else None
-        if self._budget is None or not isinstance(event, EnergyEvent):
+        event = event_of(record) if self._control is not None else None
+        if self._control is None or not isinstance(event, EnergyEvent):
             return
-        for action, told in self._budget.take(event):
+        actions, news = self._control.take_energy(event)
+        for one in news:
+            self._take(to_record(one))
+        for action, told in actions:
             if self._is_spent:
                 return
             self._output.warn(f"energy: {told}{_THEN[action]}")
-            emit(AlertEvent(severity=action, name="energy budget", message=f"{told}{_THEN[action]}"))
+            alert = AlertEvent(rank=-1, severity=action, name="energy budget", message=f"{told}{_THEN[action]}")
+            self._take(to_record(alert))
             self._is_spent = action == "stop"
             if action == "stop":
                 self._stop()
             elif action == "slow":
                 self._pace(1.0)
 
-    def begin_epoch(self, message: dict[str, Any]) -> None:
-        """A rank of this node reports: it may tell its epoch."""
+    def take_report(self, message: dict[str, Any]) -> None:
+        """On node 0: a rank reports its steps, and may tell its epoch."""
+        if self._control is None or message.get("type") != "metrics":
+            return
         facts = message.get("facts")
-        epoch = facts.get("epoch") if isinstance(facts, dict) else None
-        if self._budget is not None and isinstance(epoch, int):
-            self._budget.begin_epoch(epoch)
+        if isinstance(facts, dict):
+            epoch, total, world = (facts.get(name) for name in ("epoch", "total_steps", "world_size"))
+            if isinstance(epoch, int):
+                self._control.begin_epoch(epoch)
+            self._total_steps = total if isinstance(total, int) else self._total_steps
+            self._num_workers = world if isinstance(world, int) else self._num_workers
+        if message.get("rank") == 0:
+            steps, _ = unpack_steps(message.get("steps"), most=_MAX_STEPS)
+            self._control.take_steps(
+                steps=[(one.step, one.step_s) for one in steps if not one.is_skipped],
+                total_steps=self._total_steps,
+                workers=self._num_workers,
+            )
 
     def _note(self, text: str) -> None:
         self._output.say(f"energy: {text}")
 
-    def close(self) -> None:
-        """Read once more, pass that on, stop, and put back what was changed."""
+    def close(self, *, is_done: bool = False) -> None:
+        """Read once more, pass that on, stop, and put back what was changed. `is_done` for a job that succeeded."""
         self._meter.close()
         self._hear()
+        if self._control is not None:
+            self._control.close(is_done=is_done)
         if self._limits.exists():
             upward.load(upward.GPU_LIMIT).restore_limits(self._limits, note=self._note)
         self._loop.unwatch(self._ours.fileno())

@@ -63,9 +63,11 @@ class EnergyAccount:
         self._kept: deque[tuple[int, float, int]] = deque(maxlen=_MAX_KEPT_STEPS)
         """(number, joules, samples) of steps that count."""
         self._failures: list[float] = []
+        self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_FAILURES)
+        """(begin, end) of holds; the end of the last one is infinite while it lasts."""
         self._last_end: float | None = None
         self._spread = _Spread()
-        self._steps_j = self._start_j = self._failures_j = self._undone_j = self._skipped_j = 0.0
+        self._held_j = self._steps_j = self._start_j = self._failures_j = self._undone_j = self._skipped_j = 0.0
         self._num_steps = self._num_samples = 0
         self._waited_s = self._stepped_s = 0.0
         self._grams: float | None = None
@@ -75,6 +77,10 @@ class EnergyAccount:
         self._begin = math.inf
         self.carbon: events.CarbonEvent | None = None
         """The intensity that counts now."""
+        self.schedule: events.ScheduleEvent | None = None
+        """What the policy on energy does now."""
+        self.budgets: dict[str, events.BudgetEvent] = {}
+        """The newest word on each budget."""
         self.notes: list[str] = []
 
     @property
@@ -120,6 +126,19 @@ class EnergyAccount:
         """Another intensity counts from now on."""
         self.carbon = event
 
+    def take_schedule(self, event: events.ScheduleEvent) -> None:
+        """The policy on energy decided: workers hold, or train again."""
+        was_held = self.schedule is not None and self.schedule.workers == 0
+        self.schedule = event
+        if event.workers == 0 and not was_held:
+            self._holds.append((event.time, math.inf))
+        elif event.workers and was_held and self._holds:
+            self._holds[-1] = (self._holds[-1][0], event.time)
+
+    def take_budget(self, event: events.BudgetEvent) -> None:
+        """A budget was spent further."""
+        self.budgets[event.name] = event
+
     def take_step(self, step: StepRecord) -> None:
         """A step of the rank that stands for the job."""
         if not self._pending or self._pending[-1].time <= step.time:
@@ -157,6 +176,10 @@ class EnergyAccount:
                 length_s = min(length_s, self._pending[1].step_s)
             self._pending.popleft()
             begin = max(step.time - length_s, self._last_end or 0.0)
+            released = self._released_before(step.time)
+            if released is not None:  # the time of this step has the hold before it in it
+                self._held_j += self._take_until(released)
+                begin = max(begin, released)
             before_j = self._take_until(begin)
             if self._last_end is None:
                 self._start_j += before_j
@@ -164,6 +187,11 @@ class EnergyAccount:
                 self._failures_j += before_j
             self._add_step(step, self._take_until(step.time))
             self._last_end = step.time
+
+    def _released_before(self, time: float) -> float | None:
+        """The end of the last hold that ended after the last step and before `time`."""
+        begin = self._last_end or 0.0
+        return next((end for _, end in reversed(self._holds) if begin < end <= time), None)
 
     def _take_until(self, end: float) -> float:
         return math.fsum(track.take_until(end) for track in self._tracks.values())
@@ -205,7 +233,9 @@ class EnergyAccount:
         idle_w = math.fsum(track.least_w for track in tracks if math.isfinite(track.least_w))
         is_idle_known = all(math.isfinite(track.least_w) for track in tracks)
         waiting = self._waited_s / self._stepped_s if self._stepped_s > 0 else None
-        attributed_j = self._steps_j + self._start_j + self._failures_j + self._undone_j + self._skipped_j
+        attributed_j = (
+            self._held_j + self._steps_j + self._start_j + self._failures_j + self._undone_j + self._skipped_j
+        )
         predicted_j, error_j = self._prediction(total_j, total_steps)
         return EnergySummary(
             total_j=total_j,
@@ -221,6 +251,7 @@ class EnergyAccount:
             failures_j=self._failures_j,
             undone_j=self._undone_j,
             skipped_j=self._skipped_j,
+            held_j=self._held_j,
             other_j=max(0.0, total_j - attributed_j),
             num_steps=self._num_steps,
             num_samples=self._num_samples,
@@ -235,6 +266,8 @@ class EnergyAccount:
             ),
             by_rank=dict(sorted(self._by_rank.items())),
             carbon=None if self.carbon is None else events.to_record(self.carbon),
+            schedule=None if self.schedule is None else events.to_record(self.schedule),
+            budgets=tuple(events.to_record(one) for one in self.budgets.values()),
             notes=tuple(self.notes),
         )
 

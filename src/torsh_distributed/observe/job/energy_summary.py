@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torsh_distributed.events import ScheduleEvent
+
 
 @dataclass(frozen=True, slots=True)
 class MeterRow:
@@ -21,7 +23,7 @@ class MeterRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergySummary:
-    """What a job has spent, and on what: steps, start, failures, undone, skipped and other add up to the total."""
+    """What a job has spent, and on what: steps, start, failures, undone, skipped, held and other are the total."""
 
     total_j: float
     measured_j: float
@@ -46,6 +48,8 @@ class EnergySummary:
     """Steps that were lost in a failure and done again."""
     skipped_j: float
     """Steps whose gradients overflowed."""
+    held_j: float
+    """While the policy on energy let the job wait."""
     other_j: float
     """Between and after steps: evaluation, checkpoints, the end."""
     num_steps: int
@@ -63,6 +67,9 @@ class EnergySummary:
     meters: tuple[MeterRow, ...] = ()
     by_rank: dict[int, float] = field(default_factory=dict)
     carbon: dict[str, Any] | None = None
+    schedule: dict[str, Any] | None = None
+    """What the policy on energy decided last."""
+    budgets: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -113,9 +120,17 @@ class EnergySummary:
             parts.append(f"{shown_joules(self.joules_per_step)} a step")
         if self.wasted_j > 0:
             parts.append(f"{shown_joules(self.wasted_j)} lost to failures and skipped steps")
+        if self.held_j > 0:
+            parts.append(f"{shown_joules(self.held_j)} while it held")
         if self.grams is not None:
             parts.append(f"{shown_grams(self.grams)} CO2")
         return "; ".join(parts)
+
+
+def schedule_text(event: ScheduleEvent) -> str:
+    """A decision of the policy on energy, for people."""
+    workers = f" with {event.workers} worker{'' if event.workers == 1 else 's'}" if event.workers else ""
+    return f"{event.action}{workers}: {event.reason}"
 
 
 def shown_joules(joules: float) -> str:

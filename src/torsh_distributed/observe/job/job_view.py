@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from torsh_distributed import events
 from torsh_distributed.events.recorded import event_of
 from torsh_distributed.observe.job.energy_account import EnergyAccount
+from torsh_distributed.observe.job.energy_summary import schedule_text
 from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
@@ -148,7 +149,7 @@ class JobView:
                 self._take_header(message)
             elif kind == "membership":
                 self._take_membership(message)
-            elif kind in ("energy", "carbon"):
+            elif kind in ("energy", "carbon", "schedule", "budget", "alert"):
                 self._take_energy(message)
             else:
                 self.num_dropped += 1
@@ -226,6 +227,13 @@ class JobView:
             self.energy.take_energy(event)
         elif isinstance(event, events.CarbonEvent):
             self.energy.take_carbon(event)
+        elif isinstance(event, events.ScheduleEvent):
+            self.energy.take_schedule(event)
+            self.incidents.append({**events.to_record(event), "rank": -1, "detail": schedule_text(event)})
+        elif isinstance(event, events.BudgetEvent):
+            self.energy.take_budget(event)
+        elif isinstance(event, events.AlertEvent):
+            self.incidents.append(events.to_record(event))
         else:
             self.num_dropped += 1
 
@@ -360,6 +368,9 @@ def energy_values(view: JobView) -> dict[ValueKey, float]:
         ("torsh_wasted_joules", ("waiting",)): found.waiting_j,
         ("torsh_predicted_joules", ()): found.predicted_j,
         ("torsh_co2_grams", ()): found.grams,
+        ("torsh_held_joules", ()): found.held_j,
+        ("torsh_holding", ()): None if view.energy.schedule is None else float(view.energy.schedule.workers == 0),
+        **{("torsh_budget_ratio", (one.name,)): one.spent / one.limit for one in view.energy.budgets.values()},
         ("torsh_carbon_intensity", ()): None if view.energy.carbon is None else view.energy.carbon.g_per_kwh,
     }
     return {key: value for key, value in values.items() if value is not None}

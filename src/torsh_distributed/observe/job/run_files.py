@@ -147,7 +147,7 @@ class EventFiles:
             event = event_of(record)
             if isinstance(event, events.AlertEvent):
                 self.view.incidents.append(events.to_record(event))
-            if isinstance(event, events.EnergyEvent | events.CarbonEvent):
+            if isinstance(event, events.EnergyEvent | events.CarbonEvent | events.ScheduleEvent | events.BudgetEvent):
                 self.view.take(record)
             if not isinstance(event, events.MembershipEvent):
                 continue

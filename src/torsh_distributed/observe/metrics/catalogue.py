@@ -163,6 +163,9 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_wasted_joules", counter, "joules", "Lost energy, by cause.", "energy", ("cause",), job),
         define("torsh_predicted_joules", gauge, "joules", "At the end of the job, at this rate.", "energy", (), job),
         define("torsh_co2_grams", counter, "", "Grams of CO2, at each interval's intensity.", "energy", (), job),
+        define("torsh_held_joules", counter, "joules", "While the policy let the job wait.", "energy", (), job),
+        define("torsh_holding", gauge, "", "1 while the policy lets the job wait.", "energy", (), job),
+        define("torsh_budget_ratio", gauge, ratio, "Spent part of a budget.", "energy", ("budget",), job),
         define("torsh_carbon_intensity", gauge, "", "Grams of CO2 a kWh that count now.", "energy", (), job),
     )
     return training + compute + communication + memory + data + state + machine + whole + energy

@@ -62,6 +62,27 @@ class GreenConfig(Section):
     """Power limit of each GPU of the job, through the driver; needs root and a GPU that nobody else uses. What it was
     is put back at the end, also of a launcher that is killed. Left out: the limit stays."""
 
+    strategy: Literal["none", "minimize_carbon", "minimize_energy", "maximize_renewable", "balanced"] = "none"
+    """When the job trains, and with how many workers: where the grid emits least; with the fewest joules; while
+    renewables are plenty; or by CO2 and renewables equally. Workers hold between two steps, and in an elastic job their
+    number follows. Needs a forecast, and a deadline that is kept."""
+
+    deadline: str | None = Field(default=None, min_length=1)
+    """When the job must be done: 96h or 4d from its first start, or a time such as 2026-11-20T18:00Z."""
+
+    work_hours: float | None = Field(default=None, gt=0)
+    """How long all of it takes with one worker, by which the job may begin later. Left out: it begins at once, and what
+    its first steps took is taken."""
+
+    worker_efficiency: float = Field(default=0.9, gt=0, le=1)
+    """What each further worker adds to the speed, over the first, until it is measured."""
+
+    renewable_train: float = Field(default=0.5, ge=0, le=1)
+    """For `maximize_renewable`: the renewable share above which all workers train."""
+
+    renewable_hold: float = Field(default=0.2, ge=0, le=1)
+    """For `maximize_renewable`: the renewable share below which none does. Between the two half of them do."""
+
     @override
     def find_problems(self) -> Iterator[Problem]:
         """What a feed needs, and what has no effect without one."""
@@ -77,3 +98,21 @@ class GreenConfig(Section):
                 yield Problem(key, f'green.{key} has no effect with green.carbon = "{self.carbon}"', "leave it out")
         if self.max_co2_kg is not None and self.carbon == "none":
             yield Problem("max_co2_kg", "green.max_co2_kg needs a carbon intensity", "set green.carbon")
+        yield from self._problems_of_strategy()
+
+    def _problems_of_strategy(self) -> Iterator[Problem]:
+        if self.strategy == "none":
+            for key in ("deadline", "work_hours"):
+                if getattr(self, key) is not None:
+                    yield Problem(key, f"green.{key} has no effect without green.strategy", "set green.strategy")
+            return
+        if self.deadline is None:
+            yield Problem(
+                "deadline", f'green.strategy = "{self.strategy}" needs green.deadline', 'set "96h", or a time'
+            )
+        if self.carbon in ("none", "fixed", "country") and self.strategy != "minimize_energy":
+            told = f'green.strategy = "{self.strategy}" needs a feed whose values change with time'
+            yield Problem("carbon", told, "set green.carbon to file, gb, electricity_maps or watttime")
+        if self.renewable_hold > self.renewable_train:
+            told = "green.renewable_hold is at most green.renewable_train"
+            yield Problem("renewable_hold", told, "leave both at their defaults of 0.2 and 0.5")

@@ -4,12 +4,16 @@ Nothing is sent through the training group, and a job that changes nothing pays 
 The launcher asks every rank where it could stop. A rank answers with the number of the update that it has yet to begin,
 and does not begin that one before it hears again, which takes a round trip. The largest number is then the update
 before which all ranks change: none has begun it, and all learn of it before they could.
+
+A change may be a hold: all ranks stop before that update, where no collective is pending, until the launcher releases
+them or the hold is over by itself.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,6 +80,8 @@ class RunningChanges:
         self._is_begun = False
         self._asked: int | None = None
         self._agreed: list[_AgreedChange] = []
+        self._released = 0
+        """Number of the last change whose hold is over: one that is agreed on and not reached yet may be among them."""
         line.listen(_KIND, self.hear)
 
     def before_update(self, engine: Changeable) -> None:
@@ -95,6 +101,14 @@ class RunningChanges:
             self._next += 1
         for one in due:
             self._take(engine, one)
+            self._hold(one)
+
+    def _hold(self, one: _AgreedChange) -> None:
+        """Wait here as a hold says. A new world, or the end of the job, begins with a release."""
+        until_s = time.monotonic() + one.change.hold_s
+        with self._news:
+            while self._released < one.number and (left_s := until_s - time.monotonic()) > 0:
+                self._news.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def update_done(self) -> None:
         """The update is done, or was skipped on all ranks."""
@@ -119,7 +133,10 @@ class RunningChanges:
         """On the line's thread: a word of the launcher."""
         number, what = int(message["number"]), message["what"]
         with self._news:
-            if what == "prepare":
+            if what == "release":
+                self._released = max(self._released, number)
+                self._news.notify_all()
+            elif what == "prepare":
                 self._asked = number
                 at = max([self._next, *(one.at for one in self._agreed)])
             elif self._asked == number:
@@ -154,7 +171,8 @@ def change_plan(engine: Changeable, change: RunningChange) -> None:
     Raises ConfigurationError, with nothing changed, if this Engine cannot take it.
     """
     plan = change.applied_to(engine.plan)
-    plan.validate(process_group.world_size())
+    if change.values:
+        plan.validate(process_group.world_size())
     _refuse(engine, change)
     if change.changes_section("compress"):
         try:
@@ -165,8 +183,8 @@ def change_plan(engine: Changeable, change: RunningChange) -> None:
     engine.learning_rate.multiply(change.learning_rate_factor)
     if change.changes_section("checkpoint"):
         engine.checkpoints.use_intervals(every_steps=plan.checkpoint.every_steps, every_s=plan.checkpoint.every_s)
-    if change.save_checkpoint:
-        engine.checkpoints.save(wait=False)
+    if change.save_checkpoint or (change.hold_s and engine.plan.checkpoint.enabled and engine.num_steps):
+        engine.checkpoints.save(wait=change.hold_s > 0)  # a hold may end with the job
 
 
 def _refuse(engine: Changeable, change: RunningChange) -> None:
