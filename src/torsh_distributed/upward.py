@@ -46,6 +46,9 @@ JOB_METER = "torsh_distributed.green.job_meter:JobMeter"
 RUN_CONTROL = "torsh_distributed.green.run_control:RunControl"
 """`launch`: says when a job has spent what its plan allows, and whether it trains or holds."""
 
+CPU_SETTINGS = "torsh_distributed.green.power.cpu_settings"
+"""`launch`: sets the clocks and limits of processors and puts them back."""
+
 GPU_LIMIT = "torsh_distributed.green.power.gpu_limit"
 """`launch`: sets the power limit of GPUs and puts it back."""
 

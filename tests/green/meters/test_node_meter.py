@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.green.nvml_stand_in import StandIn
 from torsh_distributed.green.meters.counter_meter import CounterMeter
 from torsh_distributed.green.meters.load_estimate import CORE_W, LoadEstimate, full_power, library_file
 from torsh_distributed.green.meters.node_meter import NodeMeter
@@ -113,3 +116,25 @@ def test_a_processor_of_the_table_has_its_design_power_and_another_an_assumption
     watts, how = full_power(tmp_path)
     assert watts == CORE_W * (os.cpu_count() or 1)
     assert "assumed" in how
+
+
+_SHARED = """
+from torsh_distributed.green.meters.node_meter import NodeMeter
+
+meter = NodeMeter([0], now_s=0.0)
+print(meter.notes[0])
+print([one.detail for one in meter.read(1.0) if one.meter == "gpu 0"], [one.detail for one in meter.read(2.0)][0])
+"""
+
+
+def test_a_gpu_that_another_job_uses_is_said_to_be_shared_in_its_first_reading(tmp_path: Path) -> None:
+    gpu = StandIn(tmp_path / "nvml")
+    gpu.write("energy-0", 1000)
+    gpu.write("busy-0", 2)
+    command = [sys.executable, "-c", _SHARED]
+    variables = {**os.environ, **gpu.variables}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == [
+        "gpu 0 is in use by 2 other processes, whose energy is in this number too",
+        "['in use by 2 other processes, whose energy is in this number too'] None",
+    ], done.stderr

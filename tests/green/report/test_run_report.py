@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_app import torsh
+from tests.observe.page.chromium import Chromium
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.green.report.report_page import report_page
@@ -70,6 +72,35 @@ def test_every_figure_has_its_formula_and_names_of_a_run_cannot_be_markup() -> N
     assert "<script" not in page
 
 
+def test_an_inventory_has_the_average_of_the_grid_and_what_was_bought_and_never_a_marginal_value() -> None:
+    found = run_report(metered(), pue=1.5, market_g_per_kwh=20.0)
+    assert found.value("scope2_location_kg") == pytest.approx(0.6)
+    assert found.value("scope2_market_kg") == pytest.approx(0.03)
+    assert (found.begin, found.end) == ("1970-01-01T00:00:00+00:00", "1970-01-01T01:00:00+00:00")
+    view = metered()
+    marginal = events.CarbonEvent(
+        time=3600.0, g_per_kwh=700.0, source="watttime", zone="CAISO_NORTH", signal="marginal", basis="forecast"
+    )
+    view.take(events.to_record(marginal))
+    assert run_report(view).value("scope2_location_kg") is None
+    part = metered()
+    unknown = events.EnergyEvent(
+        time=3660.0, node=0, meter="package-0", source="rapl", is_measured=True, joules=1.0, duration_s=60.0
+    )
+    part.take(events.to_record(unknown))
+    assert run_report(part).value("scope2_location_kg") is None, "a joule without an intensity is in no inventory"
+
+
+def test_the_course_over_time_adds_up_to_the_total() -> None:
+    found = run_report(metered())
+    assert sum(row["kwh"] for row in found.trend) == pytest.approx(1.0)
+    assert sum(row["grams"] for row in found.trend) == pytest.approx(400.0)
+    assert {round(row["kw"], 6) for row in found.trend} == {1.0}
+    page = report_page(found)
+    assert page.count("<rect ") == len(found.trend)
+    assert "<polyline" in page
+
+
 def test_a_run_that_was_not_metered_says_what_to_do() -> None:
     with pytest.raises(InvalidArgument, match="no energy"):
         run_report(JobView())
@@ -98,3 +129,22 @@ def test_the_command_writes_json_and_a_page_from_event_files(tmp_path: Path) -> 
     assert told["total_kwh"] == pytest.approx(40 / 3.6e6)
     assert told["co2_kg"] is None
     assert "12 W × load" in (tmp_path / "energy.html").read_text()
+    limits = ("--max-kwh", "1e-9", "--max-co2-kg", "5", "--csv", str(tmp_path / "energy.csv"))
+    done = torsh("green", "report", str(tmp_path), *limits)
+    assert done.returncode == 1, "for a check in CI"
+    assert "total_kwh is 1.1111e-05, of 1e-09" in done.stderr
+    assert "co2_kg is not known" in done.stderr
+    rows = list(csv.DictReader((tmp_path / "energy.csv").read_text().splitlines()))
+    assert sum(float(row["kwh"]) for row in rows) == pytest.approx(40 / 3.6e6)
+
+
+@pytest.mark.needs_browser
+def test_a_browser_shows_the_page_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "energy.html").write_text(report_page(run_report(metered())))
+    with Chromium(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "energy.html").as_uri())
+        assert browser.text("h1") == "Energy of <b>run</b>"
+        assert browser.ask("document.querySelectorAll('svg rect').length") == 60
+        shown = browser.ask("document.querySelector('svg').getBoundingClientRect().height")
+        assert shown > 100
+        assert "0.4" in browser.text("body")

@@ -50,3 +50,18 @@ def test_a_feed_that_is_down_is_said_with_what_to_do() -> None:
     with pytest.raises(CommunicationError, match="cannot be reached") as caught:
         recommend(JobShape(work_h=4.0), feed, now=NOW, until=NOW + 86400)
     assert "--file" in str(caught.value)
+
+
+def test_a_deadline_in_the_past_is_refused_by_both_commands_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("time,g_per_kwh\n2026-01-01T00:00Z,100\n")
+    done = torsh("green", "when", "--file", str(tmp_path / "trace.csv"), "--deadline", "2020-01-01")
+    assert done.returncode == 1
+    assert "deadline is in the past" in done.stderr
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')\n")
+    (tmp_path / "plan.toml").write_text(
+        '[green]\nenabled = true\ncarbon = "gb"\nstrategy = "minimize_carbon"\ndeadline = "2020-01-01"\n'
+    )
+    done = torsh("run", "--plan", str(tmp_path / "plan.toml"), str(tmp_path / "train.py"))
+    assert done.returncode == 1
+    assert "deadline is in the past" in done.stderr
+    assert "it was started" not in done.stderr

@@ -50,6 +50,10 @@ class FullJob:
             self.view.take(packet)
         counted = {"type": "energy", "time": 9e8, "rank": -1, "node": 0, "meter": ATTACK, "source": "estimate"}
         self.view.take({**counted, "is_measured": False, "joules": 500.0, "duration_s": 2.0, "detail": ATTACK})
+        decided = {"type": "schedule", "time": 9e8, "rank": -1, "action": "hold", "workers": 0, "reason": ATTACK}
+        self.view.take({**decided, "deadline": 9.1e8, "resumes_at": 9.01e8})
+        spent = {"type": "budget", "time": 9e8, "rank": -1, "name": "CO2", "spent": 0.9, "limit": 1.0}
+        self.view.take({**spent, "unit": "kg", "action": "warn"})
 
     def state(self) -> dict[str, Any]:
         alert = {"id": "a-1", "name": ATTACK, "severity": "critical", "message": "memory", "time": 1.0}
@@ -87,6 +91,8 @@ def check_every_view(browser: Chromium) -> None:
     assert "MFU" in browser.text("#course")
     assert "500 J (estimated), mean 250 W" in browser.text("#energy")
     assert "no intensity is known" in browser.text("#energy")
+    assert f"hold: {ATTACK}" in browser.text("#energy")
+    assert "0.9 of 1 kg (90 %): warn" in browser.text("#energy")
     assert "saved" in browser.text("#checkpoints")
     assert "memory_leak" in browser.text("#anomalies")
     assert "accuracy" in browser.text("#custom")

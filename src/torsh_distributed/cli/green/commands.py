@@ -22,13 +22,22 @@ def report(
     run: Annotated[Path, typer.Argument(help="Event files of a run that was started with --green.")],
     json: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON here; - prints it.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page here.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write the course over time as CSV here.")] = None,
     pue: Annotated[float, typer.Option(min=1.0, help="Power usage effectiveness of the building.")] = 1.0,
     offset_kg: Annotated[float, typer.Option(min=0.0, help="Kilograms of CO2 that were offset.")] = 0.0,
     target: Annotated[
         float | None, typer.Option(help="Samples per joule that count as efficient, for the score.")
     ] = None,
+    market_g_per_kwh: Annotated[
+        float | None, typer.Option(min=0.0, help="Grams a kilowatt-hour of the power that was bought.")
+    ] = None,
+    max_kwh: Annotated[float | None, typer.Option(min=0.0, help="Exit with code 1 above this energy.")] = None,
+    max_co2_kg: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit with code 1 above this CO2, or if it is not known.")
+    ] = None,
 ) -> None:
     """Say what a run cost: energy and CO2 by cause, with formulae and sources."""
+    import csv as csv_format
     import json as json_format
 
     from rich.console import Console
@@ -39,14 +48,30 @@ def report(
     from torsh_distributed.observe.job.run_files import EventFiles
 
     view = EventFiles(run).read_all()
-    found = run_report(view, pue=pue, offset_kg=offset_kg, target_samples_per_j=target)
+    found = run_report(
+        view, pue=pue, offset_kg=offset_kg, target_samples_per_j=target, market_g_per_kwh=market_g_per_kwh
+    )
+    if csv is not None:
+        with csv.open("w", newline="", encoding="utf-8") as file:
+            rows = csv_format.DictWriter(file, ["begin", "end", "kwh", "kw", "grams", "g_per_kwh", "renewable_share"])
+            rows.writeheader()
+            rows.writerows(found.trend)
+        typer.echo(f"report: {csv}", err=True)
+    exit_code = 0
+    for name, most in (("total_kwh", max_kwh), ("co2_kg", max_co2_kg)):
+        value = found.value(name)
+        if most is not None and (value is None or value > most):
+            typer.echo(
+                f"above the limit: {name} is {'not known' if value is None else f'{value:.5g}'}, of {most:g}", err=True
+            )
+            exit_code = 1
     text = json_format.dumps(found.to_dict(), indent=2)
     if html is not None:
         html.write_text(report_page(found), encoding="utf-8")
         typer.echo(f"report: {html}", err=True)
     if json == Path("-"):
         typer.echo(text)
-        return
+        raise typer.Exit(exit_code)
     if json is not None:
         json.write_text(text + "\n", encoding="utf-8")
         typer.echo(f"report: {json}", err=True)
@@ -59,6 +84,7 @@ def report(
     console.print(table)
     for line in (*found.sources, *found.notes):
         console.print(f"- {line}", highlight=False)
+    raise typer.Exit(exit_code)
 
 
 @app.command()

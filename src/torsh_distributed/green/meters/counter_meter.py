@@ -23,9 +23,12 @@ class MeterReading:
 class CounterMeter:
     """Differences of a counter. One that starts over, goes back or jumps is said to, and that interval counts zero."""
 
-    def __init__(self, counter: EnergyCounter, ranks: tuple[int, ...], *, now_s: float) -> None:
-        """Raises OSError if the counter cannot be read."""
+    def __init__(
+        self, counter: EnergyCounter, ranks: tuple[int, ...], *, now_s: float, remark: str | None = None
+    ) -> None:
+        """`remark` is what must be known about the numbers. Raises OSError if the counter cannot be read."""
         self.counter = counter
+        self._remark = remark
         self.ranks = ranks
         self._last_j = counter.read_j()
         self._last_s = now_s
@@ -35,6 +38,7 @@ class CounterMeter:
         counter = self.counter
         total_j, duration_s = counter.read_j(), now_s - self._last_s
         grown_j, detail = total_j - self._last_j, None
+        remark, self._remark = self._remark, None
         self._last_j, self._last_s = total_j, now_s
         if grown_j < 0 and counter.range_j is not None:
             grown_j += counter.range_j
@@ -47,4 +51,4 @@ class CounterMeter:
                 "this interval counts 0 J"
             )
         joules = grown_j if detail is None else 0.0
-        return MeterReading(counter.name, counter.source, True, joules, duration_s, self.ranks, detail)
+        return MeterReading(counter.name, counter.source, True, joules, duration_s, self.ranks, detail or remark)

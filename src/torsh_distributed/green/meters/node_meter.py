@@ -15,6 +15,7 @@ from torsh_distributed.observe.metrics.energy_counters import (
     EnergyCounter,
     gpu_counters,
     hwmon_counters,
+    processes_on_gpus,
     rapl_counters,
 )
 
@@ -48,10 +49,17 @@ class NodeMeter:
         if self._meters:
             return
         gpus = self._gpus(visible_gpus)
+        # Read before the first worker starts: who computes there now is another job.
+        others = processes_on_gpus(visible_gpus) if gpus else {}
         for number, gpu in enumerate(gpus):
             # As `init()` does: local rank r takes the visible GPU r, and starts over where there are fewer.
             sharing = tuple(rank for local, rank in enumerate(everyone) if local % len(gpus) == number)
-            self._meters += self._opened([gpu], sharing or everyone, now_s)
+            count = others.get(gpu.name, 0)
+            who = "process" if count == 1 else "processes"
+            remark = f"in use by {count} other {who}, whose energy is in this number too" if count else None
+            if remark is not None:
+                self.notes.append(f"{gpu.name} is {remark}")
+            self._meters += self._opened([gpu], sharing or everyone, now_s, remark)
         packages: list[EnergyCounter] = [one for one in rapl_counters(powercap) if one.name != _PLATFORM]
         opened = self._opened(packages, everyone, now_s) or self._opened(sockets, everyone, now_s)
         if not opened:
@@ -68,13 +76,13 @@ class NodeMeter:
             return []
 
     def _opened(
-        self, counters: Sequence[EnergyCounter], ranks: tuple[int, ...], now_s: float
+        self, counters: Sequence[EnergyCounter], ranks: tuple[int, ...], now_s: float, remark: str | None = None
     ) -> list[CounterMeter | LoadEstimate]:
         """Meters of those that can be read."""
         found: list[CounterMeter | LoadEstimate] = []
         for counter in counters:
             try:
-                found.append(CounterMeter(counter, ranks, now_s=now_s))
+                found.append(CounterMeter(counter, ranks, now_s=now_s, remark=remark))
             except PermissionError:
                 self.notes.append(f"{counter.name} cannot be read by this user ({counter.source}): that needs root")
             except (OSError, ValueError) as error:

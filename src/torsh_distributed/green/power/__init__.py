@@ -1,1 +1,2 @@
-"""Less power: `pacing` by pauses between steps, `gpu_limit` by the driver's own limit, which is put back."""
+"""Less power: `pacing` by pauses between steps, `gpu_limit` and `cpu_settings` by the driver's and
+the kernel's own settings, which are put back."""

@@ -7,12 +7,12 @@ guardian runs this module with that file. Restoring twice, or what was never cha
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed.green.power.found_values import write_found
 from torsh_distributed.observe.metrics.energy_counters import chosen_gpus
 from torsh_distributed.observe.metrics.gpu_sensors import answer_of, open_gpus
 
@@ -43,7 +43,7 @@ def limit_gpus(limit_w: float, *, visible: str, record: Path, note: Note) -> boo
             note(f"green.gpu_limit_w is refused: {why}")
             return False
         found[str(nvml.nvmlDeviceGetUUID(handle))] = int(limit_mw)
-    _write(record, found)
+    write_found(record, found)
     for index, handle in chosen:
         try:
             nvml.nvmlDeviceSetPowerManagementLimit(handle, round(limit_w * 1e3))
@@ -93,16 +93,6 @@ def _refusal(index: int, handle: Any, limit_w: float) -> str | None:
     if range_mw is not None and not range_mw[0] <= limit_w * 1e3 <= range_mw[1]:
         return f"gpu {index} takes limits from {range_mw[0] / 1e3:g} to {range_mw[1] / 1e3:g} W"
     return None
-
-
-def _write(record: Path, found: dict[str, int]) -> None:
-    """On the disk, whole, before anything changes."""
-    partial = record.with_suffix(".new")
-    with partial.open("w") as file:
-        json.dump(found, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(record)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe.job.energy_summary import EnergySummary
+from torsh_distributed.observe.job.energy_trend import EnergySpan
 from torsh_distributed.observe.job.job_view import JobView
 
 J_PER_KWH = 3.6e6
@@ -29,11 +31,16 @@ class RunReport:
     """All of a run. `to_dict` is the JSON form; the page is made of the same."""
 
     run_id: str
+    begin: str
+    """When the first reading began; ISO 8601, UTC."""
+    end: str
     label: str
     figures: tuple[ReportFigure, ...]
     meters: tuple[dict[str, Any], ...]
     by_rank: dict[int, float]
     carbon: dict[str, Any] | None
+    trend: tuple[dict[str, Any], ...]
+    """The course over time: begin, end, kwh, kw, grams, g_per_kwh, renewable_share."""
     sources: tuple[str, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
 
@@ -45,6 +52,8 @@ class RunReport:
         """JSON-ready."""
         return {
             "run_id": self.run_id,
+            "begin": self.begin,
+            "end": self.end,
             "label": self.label,
             **{figure.name: figure.value for figure in self.figures},
             "units": {figure.name: figure.unit for figure in self.figures},
@@ -52,17 +61,24 @@ class RunReport:
             "meters": list(self.meters),
             "joules_by_rank": {str(rank): joules for rank, joules in self.by_rank.items()},
             "carbon": self.carbon,
+            "trend": list(self.trend),
             "sources": list(self.sources),
             "notes": list(self.notes),
         }
 
 
 def run_report(
-    view: JobView, *, pue: float = 1.0, offset_kg: float = 0.0, target_samples_per_j: float | None = None
+    view: JobView,
+    *,
+    pue: float = 1.0,
+    offset_kg: float = 0.0,
+    target_samples_per_j: float | None = None,
+    market_g_per_kwh: float | None = None,
 ) -> RunReport:
     """The report of a job that is in `view`; raises InvalidArgument if no meter was read.
 
     `pue` is the power usage effectiveness of the building: it multiplies everything, once.
+    `market_g_per_kwh` is the intensity of the power that was bought, by contract or certificate.
     """
     if pue < 1 or offset_kg < 0:
         raise InvalidArgument("a PUE is 1 or more, and offsets are not negative", pue=pue, offset_kg=offset_kg)
@@ -73,14 +89,21 @@ def run_report(
             hint="run it with `torsh run --green` and TORSH_EVENTS_DIR=DIRECTORY, and give that directory",
             run=view.header.run_id,
         )
-    figures = (*_energy(found, pue), *_carbon(found, pue, offset_kg, target_samples_per_j))
+    figures = (
+        *_energy(found, pue),
+        *_carbon(found, pue, offset_kg, target_samples_per_j),
+        *_inventory(found, pue, market_g_per_kwh),
+    )
     return RunReport(
         run_id=view.header.run_id,
+        begin=_clock(found.begin),
+        end=_clock(found.begin + found.duration_s),
         label=found.label,
         figures=figures,
         meters=tuple(found.to_dict()["meters"]),
         by_rank={rank: joules * pue for rank, joules in found.by_rank.items()},
         carbon=found.carbon,
+        trend=tuple(_span_row(span, pue) for span in view.energy.trend.spans),
         sources=_sources(found),
         notes=(*found.notes, *_warnings(found)),
     )
@@ -95,6 +118,7 @@ def _energy(found: EnergySummary, pue: float) -> list[ReportFigure]:
         ("start_kwh", found.start_j, "before the first step"),
         ("failures_kwh", found.failures_j, "from the last step before a failure to the first after it"),
         ("undone_kwh", found.undone_j, "steps that were lost in a failure and done again"),
+        ("held_kwh", found.held_j, "while the policy let the job wait"),
         ("skipped_kwh", found.skipped_j, "steps whose gradients overflowed"),
         ("other_kwh", found.other_j, "between and after steps: evaluation, checkpoints, the end"),
         ("idle_kwh", found.idle_j, "idle power × time; part of all others"),
@@ -128,6 +152,8 @@ def _carbon(found: EnergySummary, pue: float, offset_kg: float, target: float | 
         made("co2_kg", kg, "kg", "Σ kWh of an interval × g/kWh of that interval ÷ 1,000"),
         made("co2_g_per_sample", kg * 1e3 / found.num_samples if kg is not None and found.num_samples else None, "g",
              "co2_kg × 1,000 ÷ committed samples"),
+        made("co2_g_per_step", kg * 1e3 / found.num_steps if kg is not None and found.num_steps else None, "g",
+             "co2_kg × 1,000 ÷ number of steps"),
         made("grid_g_per_kwh", intensity, "g/kWh", "grams ÷ kWh of the intervals with a known intensity"),
         made("ungraded_kwh", found.ungraded_j * pue / J_PER_KWH, "kWh", "intervals without an intensity: in no gram"),
         made("renewable_share", found.renewable_share, "", "mean over the energy for which the feed told it"),
@@ -135,6 +161,36 @@ def _carbon(found: EnergySummary, pue: float, offset_kg: float, target: float | 
         made("net_co2_kg", None if kg is None else kg - offset_kg, "kg", "co2_kg - offset_kg"),
         made("score", score, "", how),
     ]  # fmt: skip
+
+
+def _inventory(found: EnergySummary, pue: float, market: float | None) -> list[ReportFigure]:
+    """Scope 2 of the GHG Protocol: by the grid's average, and by what was bought. Never by a marginal intensity."""
+    made, is_average = ReportFigure, found.carbon is None or found.carbon["signal"] == "average"
+    kwh = found.total_j * pue / J_PER_KWH
+    is_whole = found.grams is not None and found.ungraded_j <= 0 and is_average
+    located = found.grams * pue / 1e3 if is_whole and found.grams is not None else None
+    how = "co2_kg where all of the energy has a known average intensity; a marginal one does not count in an inventory"
+    bought = None if market is None else kwh * market / 1e3
+    return [
+        made("scope2_location_kg", located, "kg", how),
+        made("scope2_market_kg", bought, "kg", "total_kwh × intensity of the power that was bought ÷ 1,000"),
+    ]
+
+
+def _span_row(span: EnergySpan, pue: float) -> dict[str, Any]:
+    return {
+        "begin": _clock(span.begin),
+        "end": _clock(span.end),
+        "kwh": span.joules * pue / J_PER_KWH,
+        "kw": span.mean_w * pue / 1e3,
+        "grams": span.grams * pue if span.graded_j > 0 else None,
+        "g_per_kwh": span.g_per_kwh,
+        "renewable_share": span.renewable_share,
+    }
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def _score(

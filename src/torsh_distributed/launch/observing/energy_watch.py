@@ -94,6 +94,11 @@ class EnergyWatch:
             upward.load(upward.GPU_LIMIT).limit_gpus(
                 config.gpu_limit_w, visible=visible, record=self._limits, note=self._note
             )
+        self._settings = directory / "cpu-settings.json"
+        processors = upward.load(upward.CPU_SETTINGS)
+        if processors.is_wanted(config):
+            guardian.run_after(processors.restoring_command(self._settings))
+            processors.set_processors(config, record=self._settings, note=self._note)
         loop.watch(self._ours.fileno(), self._hear)
 
     def _send(self, record: dict[str, Any]) -> None:
@@ -172,6 +177,8 @@ class EnergyWatch:
             self._control.close(is_done=is_done)
         if self._limits.exists():
             upward.load(upward.GPU_LIMIT).restore_limits(self._limits, note=self._note)
+        if self._settings.exists():
+            upward.load(upward.CPU_SETTINGS).restore_settings(self._settings, note=self._note)
         self._loop.unwatch(self._ours.fileno())
         self._ours.close()
         self._theirs.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torsh_distributed import events
 from torsh_distributed.observe.job.energy_summary import EnergySummary, MeterRow
+from torsh_distributed.observe.job.energy_trend import EnergyTrend
 from torsh_distributed.observe.metrics.step_record import StepRecord
 
 _MAX_INTERVALS = 200_000
@@ -33,6 +34,7 @@ class _Track:
     joules: float = 0.0
     duration_s: float = 0.0
     least_w: float = math.inf
+    most_w: float = 0.0
     newest_w: float = 0.0
     until: float = 0.0
     detail: str | None = None
@@ -70,6 +72,8 @@ class EnergyAccount:
         self._held_j = self._steps_j = self._start_j = self._failures_j = self._undone_j = self._skipped_j = 0.0
         self._num_steps = self._num_samples = 0
         self._waited_s = self._stepped_s = 0.0
+        self.trend = EnergyTrend()
+        """Its course over time."""
         self._grams: float | None = None
         self._ungraded_j = 0.0
         self._renewable_j = self._known_j = 0.0
@@ -107,18 +111,21 @@ class EnergyAccount:
         track.newest_w = event.joules / event.duration_s
         if event.duration_s >= _LEAST_INTERVAL_S:
             track.least_w = min(track.least_w, track.newest_w)
+            track.most_w = max(track.most_w, track.newest_w)
         self._peak_w = max(self._peak_w, sum(one.newest_w for one in self._tracks.values()))
         if event.is_measured and event.detail is not None and len(self.notes) < _MAX_NOTES:
             self.notes.append(f"node {event.node}, {event.meter}: {event.detail}")
         track.detail = event.detail or track.detail
         for rank in event.ranks:
             self._by_rank[rank] = self._by_rank.get(rank, 0.0) + event.joules / len(event.ranks)
+        share = None if self.carbon is None else self.carbon.renewable_share
+        self.trend.add(event.time, event.duration_s, event.joules, g_per_kwh=event.g_per_kwh, renewable_share=share)
         if event.g_per_kwh is None:
             self._ungraded_j += event.joules
         else:
             self._grams = (self._grams or 0.0) + event.joules / J_PER_KWH * event.g_per_kwh
-        if self.carbon is not None and self.carbon.renewable_share is not None:
-            self._renewable_j += event.joules * self.carbon.renewable_share
+        if share is not None:
+            self._renewable_j += event.joules * share
             self._known_j += event.joules
         self._share_out()
 
@@ -240,6 +247,7 @@ class EnergyAccount:
         return EnergySummary(
             total_j=total_j,
             measured_j=math.fsum(track.joules for track in tracks if track.is_measured),
+            begin=self._begin,
             duration_s=duration_s,
             mean_w=total_j / duration_s if duration_s > 0 else 0.0,
             peak_w=self._peak_w,
@@ -261,7 +269,17 @@ class EnergyAccount:
             predicted_j=predicted_j,
             predicted_error_j=error_j,
             meters=tuple(
-                MeterRow(node, name, track.source, track.is_measured, track.joules, track.newest_w, track.detail)
+                MeterRow(
+                    node,
+                    name,
+                    track.source,
+                    track.is_measured,
+                    track.joules,
+                    track.newest_w,
+                    track.detail,
+                    mean_w=track.joules / track.duration_s,
+                    peak_w=max(track.most_w, track.joules / track.duration_s),
+                )
                 for (node, name), track in sorted(self._tracks.items())
             ),
             by_rank=dict(sorted(self._by_rank.items())),

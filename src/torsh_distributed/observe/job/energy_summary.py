@@ -19,6 +19,9 @@ class MeterRow:
     joules: float
     newest_w: float
     detail: str | None
+    mean_w: float = 0.0
+    peak_w: float = 0.0
+    """Most over one interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class EnergySummary:
     total_j: float
     measured_j: float
     """The part that meters counted; the rest is estimated."""
+    begin: float
+    """Seconds since the epoch."""
     duration_s: float
     mean_w: float
     peak_w: float

@@ -174,6 +174,22 @@ def gpu_counters(visible: str = "") -> list[EnergyCounter]:
     return found
 
 
+def processes_on_gpus(visible: str = "") -> dict[str, int]:
+    """How many processes compute on each of these GPUs now, by the name of its counter; of those that have any."""
+    import importlib.util
+
+    handles = open_gpus()
+    if not handles or importlib.util.find_spec("pynvml") is None:
+        return {}
+    import pynvml as nvml
+
+    found = {
+        f"gpu {index}": len(answer_of(nvml.nvmlDeviceGetComputeRunningProcesses, handles[index]) or ())
+        for index in chosen_gpus(handles, visible)
+    }
+    return {name: count for name, count in found.items() if count}
+
+
 def _gpu_counter(index: int, handle: Any) -> EnergyCounter | None:
     import pynvml as nvml
 

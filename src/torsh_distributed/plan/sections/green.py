@@ -83,6 +83,16 @@ class GreenConfig(Section):
     renewable_hold: float = Field(default=0.2, ge=0, le=1)
     """For `maximize_renewable`: the renewable share below which none does. Between the two half of them do."""
 
+    cpu_governor: str | None = Field(default=None, min_length=1)
+    """The kernel's governor of the processors' clocks, such as powersave; needs root and a machine that has clocks to
+    set. What it was is put back at the end, as for the GPUs' limit. Left out: it stays."""
+
+    cpu_max_mhz: float | None = Field(default=None, gt=0)
+    """Highest clock of the processors, likewise."""
+
+    cpu_limit_w: float | None = Field(default=None, gt=0)
+    """Power limit of each processor package by RAPL, likewise."""
+
     @override
     def find_problems(self) -> Iterator[Problem]:
         """What a feed needs, and what has no effect without one."""
