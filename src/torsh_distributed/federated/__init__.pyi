@@ -21,6 +21,7 @@ from torsh_distributed.federated.partitioning import writer_parts as writer_part
 from torsh_distributed.federated.privacy.client_privacy import AdaptiveClipping as AdaptiveClipping
 from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy as CentralPrivacy
 from torsh_distributed.federated.privacy.client_privacy import LocalPrivacy as LocalPrivacy
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation as SecureAggregation
 from torsh_distributed.federated.robust.base import RobustRule as RobustRule
 from torsh_distributed.federated.robust.by_coordinate import Median as Median
 from torsh_distributed.federated.robust.by_coordinate import TrimmedMean as TrimmedMean

@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.federated.client_selection import ClientSelection, PoissonSelection, RandomSelection
+from torsh_distributed.federated.client_selection import (
+    AdaptiveSelection,
+    ClientSelection,
+    ComputeSelection,
+    DataSelection,
+    PoissonSelection,
+    RandomSelection,
+)
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy, LocalPrivacy
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.robust.base import RobustRule
 from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
+
+_NOISE_REACH = 8
+"""Standard deviations: one value in 10**15 goes beyond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +65,9 @@ class FederatedConfig:
     buffer: AsyncBuffer | None = None
     """Rounds that wait for nobody: each step of the model takes the updates that are there."""
 
+    secure_aggregation: SecureAggregation | None = None
+    """The server learns the sum of a round's updates and none of them. Devices must have the same settings."""
+
     seed: int = 0
     """Of the model's first values, of the choice of clients, and of their training."""
 
@@ -80,8 +94,44 @@ class FederatedConfig:
                 hint="selection=PoissonSelection(probability), with privacy=CentralPrivacy(...)",
                 selection=self.selection.name,
             )
+        if self.secure_aggregation is not None:
+            self._require_only_a_sum(self.secure_aggregation)
         if self.max_update_norm is not None and not self.max_update_norm > 0:
             raise ConfigurationError("max_update_norm must be above 0", max_update_norm=self.max_update_norm)
+
+    def _require_only_a_sum(self, secure: SecureAggregation) -> None:
+        """Refuse what a server cannot do that sees no single update."""
+        reasons = {
+            "a robust rule looks at single updates": self.rule is not None,
+            "central privacy clips and counts single updates": isinstance(self.privacy, CentralPrivacy),
+            f"{self.strategy.name} averages more than updates": not self.strategy.takes_any_mean,
+            "a buffer weights single updates by their age": self.buffer is not None,
+            "max_update_norm is the length of single updates": self.max_update_norm is not None,
+            f"selection {self.selection.name!r} goes by what single clients report": isinstance(
+                self.selection, AdaptiveSelection | ComputeSelection | DataSelection
+            ),
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise ConfigurationError(
+                    f"{reason}, which secure aggregation hides from the server",
+                    hint="leave one of the two out; LocalPrivacy goes with secure aggregation",
+                )
+        secure.word_bits(self.clients_per_round)
+        if self.min_clients < secure.fewest:
+            raise ConfigurationError(
+                "with secure aggregation min_clients must be at least secure_aggregation.fewest",
+                min_clients=self.min_clients,
+                fewest=secure.fewest,
+            )
+        if isinstance(self.privacy, LocalPrivacy):
+            needed = self.privacy.clip_norm + _NOISE_REACH * self.privacy.noise_std
+            if secure.value_range < needed:
+                raise ConfigurationError(
+                    f"with this local privacy values go up to {needed:.4g}: clip_norm, {_NOISE_REACH} times the noise",
+                    hint="raise secure_aggregation.value_range to that",
+                    value_range=secure.value_range,
+                )
 
     def _require_any_mean(self) -> None:
         """Refuse what asks for two different sums of the same updates."""

@@ -23,6 +23,7 @@ from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.client_privacy import clipped
 from torsh_distributed.federated.privacy.secure_noise import noised
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.random_seeds import seed_everything
 
 CONTROL = "control"
@@ -46,6 +47,8 @@ class LocalWork:
     local_clip: float | None = None
     """Local privacy: the update is clipped to this norm and gets noise before it leaves the client."""
     local_noise_std: float = 0.0
+    secure: SecureAggregation | None = None
+    """The update is put on its grid, and counts as often as it says."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +91,8 @@ def train_client(
     delta = replica.read() - start
     if work.local_clip is not None:
         delta = noised(clipped(delta, work.local_clip)[0], work.local_noise_std).to(delta.dtype)
+    if work.secure is not None:
+        delta, num_samples = work.secure.on_grid(delta), work.secure.weight(num_samples)
     update = ClientUpdate(
         client=work.client,
         round=work.round,

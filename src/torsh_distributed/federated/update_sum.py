@@ -70,6 +70,11 @@ class UpdateSum:
         """The sum itself, in float64; zeros if nothing was added."""
         return self._vectors.get("", torch.zeros_like(like, dtype=torch.float64))
 
+    @classmethod
+    def of(cls, total: Tensor, weight: float, num_updates: int) -> Self:
+        """A sum of updates that was formed elsewhere, already weighted."""
+        return cls.from_state([{"": total}, float(weight), 0.0, num_updates])
+
     def state(self) -> list[Any]:
         """Plain values, to send it."""
         return [self._vectors, self._weight, self._step_norm, self.num_updates]

@@ -60,7 +60,7 @@ def serving(directory: Path, config: FederatedConfig = CONFIG, port: int = 0) ->
 
 
 def client(server: RoundServer, place: Path, name: str, **options: Any) -> DeviceClient:
-    kind = options.pop("kind", DeviceClient)
+    kind = options.pop("kind", None) or DeviceClient
     task = options.pop("task", DeviceTask())
     return kind(task, server.address, name=name, directory=place / name, give_up_s=5.0, **options)
 

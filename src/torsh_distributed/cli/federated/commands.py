@@ -27,6 +27,9 @@ Seed = Annotated[int | None, typer.Option(help="Of the model's first values, cho
 Buffer = Annotated[
     int | None, typer.Option("--buffer", min=1, help="Rounds that wait for nobody: how many updates are a step.")
 ]
+Secure = Annotated[
+    bool, typer.Option("--secure-aggregation", help="The server gets the sum of the updates and no single one.")
+]
 Output = Annotated[
     Path | None, typer.Option(help="Keep the state after each round here, and the model; a later run goes on.")
 ]
@@ -50,6 +53,7 @@ def simulate_command(
     strategy: StrategyName = None,
     selection: SelectionName = None,
     buffer: Buffer = None,
+    secure_aggregation: Secure = False,
     seed: Seed = None,
     dropout: Annotated[float, typer.Option(min=0, max=1, help="Probability that a client does not answer.")] = 0.0,
     stragglers: Annotated[
@@ -75,6 +79,7 @@ def simulate_command(
         rule=None if rule is None else rule_named(rule, hostile),
         min_clients=None if rule is None else rule_named(rule, hostile).fewest,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
+        secure_aggregation=secure_aggregation,
         seed=seed,
     )
     result = simulate(
@@ -107,6 +112,7 @@ def serve_command(
     strategy: StrategyName = None,
     selection: SelectionName = None,
     buffer: Buffer = None,
+    secure_aggregation: Secure = False,
     seed: Seed = None,
 ) -> None:
     """Train with devices, which join over TLS."""
@@ -124,6 +130,7 @@ def serve_command(
         strategy=strategy,
         selection=selection,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
+        secure_aggregation=secure_aggregation,
         seed=seed,
     )
     result = serve_devices(
@@ -149,31 +156,70 @@ def join_command(
     directory: Annotated[Path, typer.Option(help="The device's key is kept here.")],
     token: Annotated[str | None, typer.Option(help="To enrol, the first time.")] = None,
     give_up_s: Annotated[float, typer.Option(min=0, help="How long the server may be away.")] = 60.0,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="Send masked updates only; for a server that has this, too.")
+    ] = False,
+    peers: Annotated[
+        Path | None, typer.Option(help="The devices to share secrets with, a line of `torsh federated key` for each.")
+    ] = None,
 ) -> None:
     """Take part as a device, with the data that it has."""
     from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.deployment.device_client import DeviceClient
+    from torsh_distributed.federated.deployment.known_peers import read_peers
+    from torsh_distributed.federated.federated_config import config_of
     from torsh_distributed.federated.federated_task import load_task
+    from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
         raise InvalidArgument("the server is given as HOST:PORT", server=server)
+    loaded = load_task(task)
+    secure = config_of(loaded).secure_aggregation
+    if secure_aggregation and secure is None:
+        secure = SecureAggregation()
     client = DeviceClient(
-        load_task(task), (host, int(port)), name=name, directory=directory, token=token, give_up_s=give_up_s
+        loaded,
+        (host, int(port)),
+        name=name,
+        directory=directory,
+        token=token,
+        give_up_s=give_up_s,
+        secure_aggregation=secure,
+        peers=None if peers is None else read_peers(peers),
     )
     typer.echo(f"the run is over; this device sent {client.run()} updates")
+
+
+@app.command("key")
+def key_command(
+    name: Annotated[str, typer.Option(help="This device's name.")],
+    directory: Annotated[Path, typer.Option(help="The device's key is kept here, and made if there is none.")],
+) -> None:
+    """Print this device's line for the list of peers of others."""
+    from torsh_distributed.federated.deployment.device_identity import DeviceKey
+    from torsh_distributed.federated.deployment.known_peers import peer_line
+
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    typer.echo(peer_line(name, DeviceKey.load_or_make(directory / "device.key").public))
 
 
 def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
     """The task's config with what the command line says."""
     from torsh_distributed.federated.client_selection import selection_named
     from torsh_distributed.federated.federated_config import config_of
+    from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
     from torsh_distributed.federated.strategies.registry import strategy_named
 
     for name, find in (("strategy", strategy_named), ("selection", selection_named)):
         if given[name] is not None:
             given[name] = find(given[name])
-    return dataclasses.replace(config_of(task), **{name: value for name, value in given.items() if value is not None})
+    config = config_of(task)
+    if given.pop("secure_aggregation"):
+        secure = config.secure_aggregation or SecureAggregation()
+        fewest = max(given["min_clients"] or config.min_clients, secure.fewest)
+        given |= {"secure_aggregation": secure, "min_clients": fewest}
+    return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _print_round(record: RoundRecord) -> None:

@@ -8,12 +8,20 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.comm.transport.connection import Connection
-from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, TorshError, first_line
+from torsh_distributed.errors import (
+    CommunicationError,
+    ConfigurationError,
+    InvalidArgument,
+    SerializationError,
+    TorshError,
+    first_line,
+)
 from torsh_distributed.federated.deployment.client_memory import ClientMemory
 from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken, client_context
 from torsh_distributed.federated.deployment.device_messages import (
@@ -23,14 +31,22 @@ from torsh_distributed.federated.deployment.device_messages import (
     pack_update,
     update_message,
 )
+from torsh_distributed.federated.deployment.known_peers import KnownPeers
+from torsh_distributed.federated.federated_config import config_of
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.local_training import train_client
 from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.privacy.client_privacy import LocalPrivacy
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
+from torsh_distributed.federated.privacy.secure_sum.sum_member import SumMember
+from torsh_distributed.federated.privacy.secure_sum.sum_roster import SumContext
 from torsh_distributed.federated.rounds.round_order import RoundOrder
 from torsh_distributed.private_files import open_private
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
+_MOST_OTHER_BYTES = 1 << 22
+"""Of a message besides its vectors: the keys of all clients of a secure sum."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 
@@ -46,8 +62,14 @@ class DeviceClient:
         directory: Path,
         token: str | None = None,
         give_up_s: float = 60.0,
+        secure_aggregation: SecureAggregation | None = None,
+        peers: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`give_up_s`: how long the server may be away before `run` ends with an error."""
+        """`give_up_s`: how long the server may be away before `run` ends with an error.
+
+        `secure_aggregation`: None takes that of the task's config; with it the device sends masked updates only.
+        `peers`: devices that may be in a sum with this one, by name and key; None knows each as it was first seen.
+        """
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._task = task
         self._address = address
@@ -59,6 +81,11 @@ class DeviceClient:
         self._server_digest = self._known_server()
         self._replica = ModelVector(task.model())
         self._memory = ClientMemory(directory)
+        self._config = config_of(task)
+        self._secure = secure_aggregation or self._config.secure_aggregation
+        self._peers = KnownPeers(directory, peers)
+        self._member: SumMember | None = None
+        """Its part in the secure sum of the round."""
         self._data = task.device_data(name)
         self._ended = threading.Event()
 
@@ -113,7 +140,7 @@ class DeviceClient:
                 "this is not the server that the device was enrolled with: it shows another certificate",
                 address=str(self._address),
             )
-        connection = over_tls(tls, 16 * self._replica.numel + (1 << 16), _CONNECT_S)
+        connection = over_tls(tls, 16 * self._replica.numel + _MOST_OTHER_BYTES, _CONNECT_S)
         try:
             self._introduce(connection)
         except BaseException:
@@ -139,9 +166,13 @@ class DeviceClient:
 
     def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
         """Do the work; how many updates were sent."""
+        if isinstance(head, list) and head[:1] != ["work"]:
+            return self._answer_step(connection, head, bytes(payload))
         nonce, counted = checked_head(head, bytes, bytes)
+        self._member = None
         try:
-            order = RoundOrder(**deserialize(bytes(payload)))
+            order = RoundOrder.from_plain(deserialize(bytes(payload)))
+            self._require_privacy(order)
             state = {} if order.control is None else self._memory.state_after(counted)
             work = order.work_of(self._name)
             update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
@@ -150,6 +181,53 @@ class DeviceClient:
         except Exception as error:  # of the task's own code, or an order of another version
             connection.send(["failed", nonce, f"{type(error).__name__}: {first_line(error)}"[:200]])
             return 0
-        packed = pack_update(update)
-        connection.send(["update", nonce, self._key.sign(update_message(nonce, packed))], packed)
-        return 1
+        if order.secure is None:
+            self._send(connection, "update", nonce, pack_update(update))
+            return 1
+        context = SumContext(
+            settings=order.secure,
+            fingerprint=self._replica.fingerprint,
+            numel=update.delta.numel(),
+            round=order.round,
+            attempt=order.attempt,
+        )
+        self._member = SumMember(
+            context, update.delta, update.num_samples, name=self._name, signer=self._key, unknown=self._peers.unknown
+        )
+        self._send(connection, "sum", nonce, self._member.keys())
+        return 0
+
+    def _answer_step(self, connection: Connection, head: list[Any], payload: bytes) -> int:
+        """A step of a secure sum; how many updates were sent."""
+        (nonce,) = checked_head(head, bytes)
+        member, self._member = self._member, None
+        try:
+            if member is None:
+                raise InvalidArgument("this device has no part in the sum that the server asks it about")
+            answer = member.answer(str(head[0]), payload)
+        except (ConfigurationError, InvalidArgument, SerializationError) as error:
+            _log.warning("a step of a secure sum is refused: %s", error.message)
+            connection.send(["failed", nonce, error.message[:200]])
+            return 0
+        self._member = member
+        self._send(connection, "sum", nonce, answer)
+        return int(head[0] == "sealed")
+
+    def _send(self, connection: Connection, kind: str, nonce: bytes, payload: bytes) -> None:
+        connection.send([kind, nonce, self._key.sign(update_message(nonce, payload))], payload)
+
+    def _require_privacy(self, order: RoundOrder) -> None:
+        """Refuse work that would let the server see more than this device's own settings do."""
+        if order.secure != self._secure:
+            raise ConfigurationError(
+                "the server asks for this device's update by itself, and it takes part in secure aggregation only"
+                if order.secure is None
+                else "the server's settings of secure aggregation are not those of this device",
+                hint="give both ends the same secure_aggregation",
+            )
+        local = self._config.privacy
+        if isinstance(local, LocalPrivacy) and (order.local_clip, order.local_noise_std) != (
+            local.clip_norm,
+            local.noise_std,
+        ):
+            raise ConfigurationError("the server asks for an update without the noise that this device adds")

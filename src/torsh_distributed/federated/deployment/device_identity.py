@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.errors import InvalidArgument, missing_extra
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.federated.signatures import ed25519_library
 from torsh_distributed.private_files import open_private
 
 _PREFIX = "torsh-"
@@ -57,7 +58,7 @@ class DeviceKey:
     @classmethod
     def load_or_make(cls, path: Path) -> DeviceKey:
         """The key in the file; the first call makes it."""
-        private = _library().Ed25519PrivateKey
+        private = ed25519_library().Ed25519PrivateKey
         with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
             data = file.read()
             if not data:
@@ -89,17 +90,6 @@ class DeviceKey:
         return text
 
 
-def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
-    """Whether the key's owner signed the message."""
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        _library().Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
 def server_context(directory: Path, key: DeviceKey) -> tuple[ssl.SSLContext, bytes]:
     """TLS for a server, and the digest of the certificate it shows."""
     path = directory / "certificate.pem"
@@ -121,11 +111,3 @@ def client_context() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def _library() -> Any:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise missing_extra("federated", "the identity of devices") from error
-    return ed25519

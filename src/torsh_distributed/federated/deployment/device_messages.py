@@ -6,11 +6,13 @@
     device   ["enrol" | "join", name, public key, token's secret or b"", model's fingerprint, signature]
     server   ["welcome"] | ["refused", reason]
     server   ["work", nonce, counted] + order       device   ["update", nonce, signature] + update
+    server   ["roster" | …, nonce] + what it says   device   ["sum", nonce, signature] + its answer
     server   ["end"]                                device   ["failed", nonce, reason]
 
 A device signs the server's nonce together with the server's certificate, so its answer is of no use anywhere else. An
 update is signed with the nonce of the work that it answers: it counts once, for that work. `counted` is the nonce of
-the device's last update that is part of the model: what the device remembers is what it had after that one.
+the device's last update that is part of the model: what the device remembers is what it had after that one. With secure
+aggregation the answer to work is "sum" with the device's keys, and the steps of `sum_member` follow.
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ class DeviceList:
                 raise InvalidArgument(f"{name!r} is not enrolled; it needs a token")
             return self._devices[name]
 
-    def names(self) -> list[str]:
-        """All devices that may take part, connected or not."""
+    def public_keys(self) -> dict[str, bytes]:
+        """All devices that may take part, connected or not, with their public keys."""
         with self._lock:
-            return sorted(self._devices.keys() - self._revoked)
+            return {name: self._devices[name] for name in sorted(self._devices.keys() - self._revoked)}
 
     def _keep(self) -> None:
         self._file.write({"devices": self._devices, "tokens": sorted(self._tokens), "revoked": sorted(self._revoked)})

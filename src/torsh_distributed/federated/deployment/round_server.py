@@ -24,7 +24,6 @@ from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.deployment.device_identity import (
     DeviceKey,
     EnrolmentToken,
-    is_signed_by,
     server_context,
 )
 from torsh_distributed.federated.deployment.device_messages import (
@@ -36,8 +35,14 @@ from torsh_distributed.federated.deployment.device_messages import (
 )
 from torsh_distributed.federated.deployment.enrolment import DeviceList
 from torsh_distributed.federated.deployment.open_work import BufferedWork, SharedRound
+from torsh_distributed.federated.deployment.secure_round import SumStep, secure_round
 from torsh_distributed.federated.federated_config import FederatedConfig
+from torsh_distributed.federated.local_training import ClientUpdate
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
+from torsh_distributed.federated.privacy.secure_sum.sum_collector import SumCollector
+from torsh_distributed.federated.privacy.secure_sum.sum_roster import SumContext
 from torsh_distributed.federated.rounds.round_order import HandOut, RoundOrder, RoundReplies, UpdateIntake
+from torsh_distributed.federated.signatures import is_signed_by
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 10.0
@@ -111,7 +116,9 @@ class RoundServer:
         self._changed = threading.Condition()
         self._connected: dict[str, _Device] = {}
         self._facts: dict[str, ClientFacts] = {}
-        self._open: SharedRound | BufferedWork | None = None if config.buffer is None else BufferedWork(deadline_s)
+        self._open: SharedRound | BufferedWork | SumStep | None = None
+        if config.buffer is not None:
+            self._open = BufferedWork(deadline_s)
         self._counted: dict[str, bytes] = {}
         """Device to the nonce of its last update that is part of the model."""
         self._taken: dict[str, bytes] = {}
@@ -147,25 +154,50 @@ class RoundServer:
     def members(self) -> list[ClientFacts]:
         """All enrolled devices."""
         with self._changed:
-            return [self._facts_of(name) for name in self.devices.names()]
+            return [self._facts_of(name) for name in self.devices.public_keys()]
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these devices; returns when all have answered or left, or at the deadline."""
-        intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
         payload = serialize(order.plain())
+        if order.secure is not None:
+            return self._train_secretly(order, order.secure, payload, chosen)
+        intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
+        work = SharedRound(intake, chosen)
+        self._taken = work.taken
+        intake.replies.bytes_down = self._exchange(work, "work", dict.fromkeys(chosen, payload), self._deadline_s)
         with self._changed:
-            self._open = work = SharedRound(intake, chosen)
-            self._taken = work.taken
-            num_asked = sum(self._ask(name, payload) for name in chosen)
-            self._changed.wait_for(lambda: not self._waiting(), self._deadline_s)
-            for name in self._waiting():
+            self._learn(intake.replies)
+        return intake.replies
+
+    def _train_secretly(
+        self, order: RoundOrder, settings: SecureAggregation, payload: bytes, chosen: list[str]
+    ) -> RoundReplies:
+        context = SumContext(
+            settings=settings,
+            fingerprint=self._fingerprint,
+            numel=order.model.numel(),
+            round=order.round,
+            attempt=order.attempt,
+        )
+        collector = SumCollector(context, self.devices.public_keys(), self._config.min_clients)
+        replies = secure_round(collector, payload, chosen, self._exchange, self._deadline_s)
+        with self._changed:
+            for name in collector.delivered if replies.num_updates else ():
+                self._facts_of(name).num_delivered += 1
+        return replies
+
+    def _exchange(self, work: SharedRound | SumStep, kind: str, messages: Mapping[str, bytes], timeout_s: float) -> int:
+        """Send each device its message and wait until all have answered or left; returns the bytes sent."""
+        with self._changed:
+            self._open = work
+            num_bytes = sum(len(payload) for name, payload in messages.items() if self._ask(name, kind, payload))
+            self._changed.wait_for(lambda: not work.waiting, timeout_s)
+            for name in work.waiting:
                 self._fail(name, "it did not answer in time")
             self._open = None
             for device in self._connected.values():
                 device.nonce = b""
-            self._learn(intake.replies)
-        intake.replies.bytes_down = len(payload) * num_asked
-        return intake.replies
+        return num_bytes
 
     def collect(self, order: RoundOrder, wanted: int, hand_out: HandOut) -> RoundReplies:
         """Ask devices as they become idle; returns with enough updates, or when nobody is at work. See `Cohort`."""
@@ -183,7 +215,7 @@ class RoundServer:
                 idle = [self._facts_of(name) for name in sorted(self._connected) if name not in work.waiting]
                 for name in hand_out(idle, len(work.waiting)):
                     work.begin(name, order)
-                    replies.bytes_down += len(payload) * self._ask(name, payload)
+                    replies.bytes_down += len(payload) * self._ask(name, "work", payload)
                 left_s = work.expire()
                 if not work.waiting and not work.has_answers():
                     break
@@ -200,21 +232,19 @@ class RoundServer:
         for name, measured in replies.measured.items():
             self._facts_of(name).delivered(*measured)
 
-    def _ask(self, name: str, payload: bytes) -> bool:
-        """Give a device work, with the lock held; whether it is there."""
+    def _ask(self, name: str, kind: str, payload: bytes) -> bool:
+        """Send a device what it has to answer, with the lock held; whether it is there."""
         device = self._connected.get(name)
         if device is None:
             self._fail(name, "it is not connected")
             return False
         device.nonce = secrets.token_bytes(16)
-        device.say(["work", device.nonce, self._counted.get(name, b"")], payload)
+        counted = [self._counted.get(name, b"")] if kind == "work" else []
+        device.say([kind, device.nonce, *counted], payload)
         return True
 
     def _facts_of(self, name: str) -> ClientFacts:
         return self._facts.setdefault(name, ClientFacts(client=name))
-
-    def _waiting(self) -> set[str]:
-        return set() if self._open is None else self._open.waiting
 
     def round_counts(self, order: RoundOrder) -> None:
         """Its devices are told with their next work, which this server or one after a crash gives them."""
@@ -304,24 +334,29 @@ class RoundServer:
                     self._fail(device.name, reason[:200])
             return
         nonce, signature = checked_head(head, bytes, bytes)
-        problem, update = None, None
+        problem, answer = "it answers something else than it was asked", None
         if not is_signed_by(device.public, signature, update_message(nonce, payload)):
             problem = "its update is not signed by it"
         else:
             try:
-                update = open_update(payload)
+                answer = bytes(payload) if head[0] == "sum" else open_update(payload)
             except SerializationError as error:
                 problem = error.message
         with self._changed:
             if not self._is_awaited(device, nonce):
                 _log.warning("%s sent an update that answers no work of this round; it is ignored", device.name)
                 return
-            assert self._open is not None, "work is awaited in a round only"
-            if update is None or update.client != device.name:
-                self._fail(device.name, problem or f"its update says that it is of {update and update.client!r}")
-                return
+            work = self._open
+            assert work is not None, "work is awaited in a round only"
             device.nonce = b""
-            self._open.take(device.name, nonce, update, len(payload))
+            if isinstance(answer, ClientUpdate) and answer.client != device.name:
+                problem, answer = f"its update says that it is of {answer.client!r}", None
+            if isinstance(work, SumStep) and isinstance(answer, bytes):
+                work.take(device.name, answer)
+            elif not isinstance(work, SumStep) and isinstance(answer, ClientUpdate):
+                work.take(device.name, nonce, answer, len(payload))
+            else:
+                self._fail(device.name, problem)
             self._changed.notify_all()
 
     def _is_awaited(self, device: _Device, nonce: bytes) -> bool:

@@ -184,6 +184,7 @@ class RoundLoop:
             local_noise_std=local.noise_std if isinstance(local, LocalPrivacy) else 0.0,
             central_clip=None if self._noise is None else self._noise.clip_norm,
             keeps_updates=self._config.rule is not None,
+            secure=self._config.secure_aggregation,
         )
 
     def _choose(self, order: RoundOrder) -> list[str]:

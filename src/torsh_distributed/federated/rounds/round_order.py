@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.local_training import ClientUpdate, LocalWork
 from torsh_distributed.federated.privacy.client_privacy import clipped
+from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.random_seeds import derived_seed
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.update_sum import UpdateSum
@@ -42,10 +43,19 @@ class RoundOrder:
     """Whether the server needs every update by itself, for a robust rule."""
     scale: float = 1.0
     """What the server multiplies these updates with, for their staleness."""
+    secure: SecureAggregation | None = None
+    """The server gets the sum of the updates only."""
 
     def plain(self) -> dict[str, Any]:
         """Its fields, to send it; tensors are not copied."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**plain, "secure": None if self.secure is None else asdict(self.secure)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> RoundOrder:
+        """The order that `plain` made."""
+        secure = plain["secure"]
+        return cls(**{**plain, "secure": None if secure is None else SecureAggregation(**secure)})
 
     def work_of(self, client: str, epochs: int | None = None) -> LocalWork:
         """A client's part of it."""
@@ -59,6 +69,7 @@ class RoundOrder:
             wants_step_norm=self.wants_step_norm,
             local_clip=self.local_clip,
             local_noise_std=self.local_noise_std,
+            secure=self.secure,
         )
 
 

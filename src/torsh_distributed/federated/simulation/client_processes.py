@@ -144,7 +144,7 @@ def _serve(pipe: Connection) -> None:
             order, chosen, states = deserialize(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        pipe.send_bytes(serialize(_answer(clients, RoundOrder(**order), chosen, states)))
+        pipe.send_bytes(serialize(_answer(clients, RoundOrder.from_plain(order), chosen, states)))
 
 
 def _answer(
