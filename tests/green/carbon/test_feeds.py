@@ -24,7 +24,6 @@ from torsh_distributed.green.carbon.feeds import (
 )
 from torsh_distributed.green.carbon.grid_watch import GridWatch, carbon_event
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
-from torsh_distributed.green.meters.load_estimate import library_file
 
 NOW = read_time("2026-11-18T16:10Z")
 
@@ -133,7 +132,7 @@ def test_watttime_is_marginal_and_in_pounds(server: Server, monkeypatch: pytest.
         WattTimeFeed("CAISO_NORTH", server.url).fetch(NOW)
 
 
-@pytest.mark.skipif(library_file("codecarbon/data/hardware/cpu_power.csv") is None, reason="codecarbon is missing")
+@pytest.mark.needs_library("codecarbon")
 def test_a_country_has_the_mean_of_its_year_and_one_that_does_not_exist_is_named() -> None:
     (found,) = CountryFeed("DEU").fetch(NOW)
     assert found.basis == "yearly mean"

@@ -3,13 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.green.nvml_stand_in import StandIn
 from torsh_distributed.green.meters.counter_meter import CounterMeter
-from torsh_distributed.green.meters.load_estimate import CORE_W, LoadEstimate, full_power, library_file
+from torsh_distributed.green.meters.load_estimate import CORE_W, LoadEstimate, full_power
 from torsh_distributed.green.meters.node_meter import NodeMeter
 
 
@@ -77,11 +79,22 @@ def test_a_meter_of_the_whole_node_replaces_all_others(tmp_path: Path) -> None:
     assert (found.source, found.is_measured) == ("hwmon", True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_without_permission_the_estimate_says_what_is_missing_as_a_user(tmp_path: Path) -> None:
-    packages(tmp_path, **{"package-0": 10})
-    (tmp_path / "intel-rapl:0" / "energy_uj").chmod(0)
-    meter = NodeMeter([0], now_s=0.0, powercap=tmp_path, hwmon=tmp_path / "none")
+@pytest.fixture
+def as_user() -> Iterator[None]:
+    """No root in the test: root may read everything."""
+    before = os.geteuid()
+    os.seteuid(65534 if before == 0 else before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_without_permission_the_estimate_says_what_is_missing(as_user: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        packages(Path(folder), **{"package-0": 10})
+        (Path(folder) / "intel-rapl:0" / "energy_uj").chmod(0)
+        meter = NodeMeter([0], now_s=0.0, powercap=Path(folder), hwmon=Path(folder) / "none")
     assert "needs root" in meter.notes[0]
 
 
@@ -105,7 +118,7 @@ def test_an_estimate_is_its_formula_applied_to_the_load(tmp_path: Path) -> None:
     assert "not measured" in (found.detail or "")
 
 
-@pytest.mark.skipif(library_file("codecarbon/data/hardware/cpu_power.csv") is None, reason="codecarbon is missing")
+@pytest.mark.needs_library("codecarbon")
 def test_a_processor_of_the_table_has_its_design_power_and_another_an_assumption(tmp_path: Path) -> None:
     known = "model name\t: Intel(R) Xeon(R) Gold 6154 CPU @ 3.00GHz\nphysical id\t: 0\n"
     (tmp_path / "cpuinfo").write_text(known + "model name\t: same\nphysical id\t: 1\n")
