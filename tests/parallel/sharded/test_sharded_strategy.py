@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.bed.world import World
 from tests.parallel.golden import MODELS, STEPS, golden, gpt, make_optimizer, mlp, odd
-from torsh_distributed.errors import TorshError
+from torsh_distributed.errors import ConfigurationError, TorshError
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
@@ -272,3 +272,57 @@ def test_parameters_that_are_read_elsewhere_are_gathered_or_refused(world: World
     for outcome in world.outcomes(penalised, False, backend="torsh"):
         assert isinstance(outcome.error, TorshError)
         assert "reads parameters outside of the module they belong to" in str(outcome.error)
+
+
+def with_penalty_in_the_loss() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Any:
+        return nn.functional.mse_loss(outputs, targets) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    plan = Plan(mesh={"shard": 2}, training={"steps": 3, "batch_size": 4, "loss_is": "mean"})
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, loss_fn=loss_fn)
+    return [engine.step(batch) for batch in engine.batches(penalised_batches())]
+
+
+def test_a_loss_fn_that_adds_a_penalty_of_shards_is_refused_in_words(world: World) -> None:
+    for outcome in world.outcomes(with_penalty_in_the_loss, backend="torsh"):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert "full_tensor()" in str(outcome.error)
+
+
+class WithEmpty(nn.Module):
+    """Has a parameter without elements, as layers of zero features have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) + self.empty.sum()
+
+
+def with_empty_parameter(plan: Plan | None) -> list[float]:
+    torch.manual_seed(0)
+    model = WithEmpty()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    if plan is not None:
+        engine = parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
+        return [engine.step(batch) for batch in engine.batches(penalised_batches())]
+    losses = []
+    for inputs, targets in penalised_batches():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_parameter_without_elements_is_no_obstacle(world: World) -> None:
+    expected = with_empty_parameter(None)
+    plan = Plan(mesh={"shard": 2}, training={"steps": 3, "batch_size": 4})
+    for losses in world.run(with_empty_parameter, plan, backend="torsh"):
+        assert losses == pytest.approx(expected, rel=1e-5)

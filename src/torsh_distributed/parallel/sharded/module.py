@@ -377,13 +377,13 @@ def _shard_mesh(mesh: Mesh, *, has_compressor: bool) -> DeviceMesh:
 
 
 def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:
-    """Names of the parameters that every rank keeps whole: ignored ones, and scalars, which cannot be sharded."""
+    """Names of the parameters that every rank keeps whole: ignored ones; scalars and empty ones cannot be sharded."""
     ignored = {id(module) for module in ignored_modules(model, config.ignored_modules).values()}
     inside = {
         id(param) for module in model.modules() if id(module) in ignored for param in module.parameters(recurse=False)
     }
     named = model.named_parameters(remove_duplicate=False)
-    return {name for name, param in named if id(param) in inside or param.dim() == 0}
+    return {name for name, param in named if id(param) in inside or param.dim() == 0 or not param.numel()}
 
 
 def _check_dtypes(model: nn.Module, piece: nn.Module, whole: set[nn.Parameter]) -> None:

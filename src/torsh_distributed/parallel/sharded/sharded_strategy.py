@@ -47,17 +47,14 @@ class Sharded(MeshStrategy):
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
         try:
-            return super().loss(model, batch, loss_fn, compute)
+            loss = super().loss(model, batch, loss_fn, compute)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise ConfigurationError(
-                "the model or its loss reads parameters outside of the module they belong to, where they are shards:"
-                f" {first_line(error)}",
-                hint="call full_tensor() on what is computed from them, such as a penalty, before it meets other"
-                " tensors; or use mesh.dp, where parameters are whole",
-                key="mesh.shard",
-            ) from error
+            raise _reads_shards(first_line(error)) from error
+        if isinstance(loss, DTensor):  # torch adds a plain number and a DTensor, and raises in backward
+            raise _reads_shards("the loss is a DTensor")
+        return loss
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -92,3 +89,12 @@ class Sharded(MeshStrategy):
     @override
     def compressor(self) -> GradientCompressor | None:
         return self.wrapped.compressor
+
+
+def _reads_shards(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the model or its loss reads parameters outside of the module they belong to, where they are shards: {what}",
+        hint="call full_tensor() on what is computed from them, such as a penalty, before it meets other tensors; or"
+        " use mesh.dp, where parameters are whole",
+        key="mesh.shard",
+    )
