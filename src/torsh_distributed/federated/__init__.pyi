@@ -1,3 +1,4 @@
+from torsh_distributed.federated.async_buffer import AsyncBuffer as AsyncBuffer
 from torsh_distributed.federated.client_selection import AdaptiveSelection as AdaptiveSelection
 from torsh_distributed.federated.client_selection import ClientFacts as ClientFacts
 from torsh_distributed.federated.client_selection import ClientSelection as ClientSelection
@@ -30,7 +31,6 @@ from torsh_distributed.federated.robust.by_distance import GeometricMedian as Ge
 from torsh_distributed.federated.robust.by_distance import Krum as Krum
 from torsh_distributed.federated.robust.by_distance import MultiKrum as MultiKrum
 from torsh_distributed.federated.robust.by_distance import NormClipping as NormClipping
-from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer as AsyncBuffer
 from torsh_distributed.federated.rounds.round_loop import FederatedResult as FederatedResult
 from torsh_distributed.federated.rounds.round_loop import RoundRecord as RoundRecord
 from torsh_distributed.federated.simulation.simulate import simulate as simulate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.federated.async_buffer import AsyncBuffer
 from torsh_distributed.federated.client_selection import (
     AdaptiveSelection,
     ClientSelection,
@@ -17,7 +18,6 @@ from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.robust.base import RobustRule
-from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 

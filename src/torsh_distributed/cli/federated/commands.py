@@ -62,9 +62,9 @@ def simulate_command(
     output: Output = None,
 ) -> None:
     """Train with virtual clients on this machine."""
+    from torsh_distributed.federated.async_buffer import AsyncBuffer
     from torsh_distributed.federated.federated_task import load_task
     from torsh_distributed.federated.robust.registry import rule_named
-    from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
     from torsh_distributed.federated.simulation.simulate import simulate
     from torsh_distributed.federated.simulation.virtual_clients import Availability
 
@@ -116,9 +116,9 @@ def serve_command(
     seed: Seed = None,
 ) -> None:
     """Train with devices, which join over TLS."""
+    from torsh_distributed.federated.async_buffer import AsyncBuffer
     from torsh_distributed.federated.deployment.serve import serve_devices
     from torsh_distributed.federated.federated_task import load_task
-    from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 
     loaded = load_task(task)
     config = _config(

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from torsh_distributed.federated.async_buffer import AsyncBuffer
 from torsh_distributed.federated.federated_config import FederatedConfig
 from torsh_distributed.federated.local_training import ClientUpdate
-from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
 
 

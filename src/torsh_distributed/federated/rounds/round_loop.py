@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from torsh_distributed.errors import CheckpointError, CommunicationError, InvalidArgument
 from torsh_distributed.events import FederatedRoundEvent, emit
+from torsh_distributed.federated.async_buffer import AsyncBuffer
 from torsh_distributed.federated.client_selection import ClientFacts, PoissonSelection
 from torsh_distributed.federated.federated_config import FederatedConfig
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.client_privacy import CentralNoise, CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.random_seeds import derived_seed, seed_everything
-from torsh_distributed.federated.rounds.async_buffer import AsyncBuffer
 from torsh_distributed.federated.rounds.round_file import RoundFile
 from torsh_distributed.federated.rounds.round_order import Cohort, RoundOrder, RoundReplies
 from torsh_distributed.federated.update_sum import MeanUpdate
