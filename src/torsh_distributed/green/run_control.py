@@ -156,7 +156,7 @@ class RunControl:
             self._record = None
 
     def close(self, *, is_done: bool) -> None:
-        """The job has ended; one that came to its end begins anew next time."""
+        """The job has ended; one that came to its end starts from the beginning next time."""
         if self._record is not None and is_done:
             self._record.forget()
         else:

@@ -24,7 +24,7 @@ class RunRecord:
             with path.open("rb") as file:
                 found = json.loads(file.read(_MAX_BYTES))
             if not isinstance(found, dict) or found.get("version") != _VERSION:
-                raise ValueError("another version, or none of ours")
+                raise ValueError("another version, or not a record of this library")
             self.kept = found
 
     def write(self, parts: Mapping[str, Any]) -> None:

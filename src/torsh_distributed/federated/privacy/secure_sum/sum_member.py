@@ -38,7 +38,7 @@ from torsh_distributed.federated.privacy.secure_sum.sum_roster import (
 from torsh_distributed.federated.signatures import is_signed_by
 
 
-class Signer(Protocol):
+class MessageSigner(Protocol):
     """A device's key."""
 
     public: bytes
@@ -57,7 +57,7 @@ class SumMember:
         weight: int,
         *,
         name: str,
-        signer: Signer,
+        signer: MessageSigner,
         unknown: FindUnknown,
     ) -> None:
         """`update` is on the grid of the settings; `unknown` says which clients are not the devices of their names."""
