@@ -72,14 +72,14 @@ class CarbonJob:
         (folder / "plan.toml").write_text(f"{checkpoints}[green]\n{rows}")
         self.process: subprocess.Popen[str] | None = None
 
-    def write_feed(self, *parts: tuple[float, float]) -> None:
+    def write_feed(self, *parts: tuple[float, float], share: float | None = None) -> None:
         """(seconds, g/kWh) from now on; the last one twice, for a row holds until the next."""
         moment, rows = time.time() - 1.0, []
         for seconds, value in (*parts, parts[-1]):
-            rows.append(f"{datetime.fromtimestamp(moment, UTC).isoformat()},{value}")
+            rows.append(f"{datetime.fromtimestamp(moment, UTC).isoformat()},{value},{'' if share is None else share}")
             moment += seconds
         partial = self.folder / "feed.new"
-        partial.write_text("\n".join(["time,g_per_kwh", *rows]) + "\n")
+        partial.write_text("\n".join(["time,g_per_kwh,renewable_share", *rows]) + "\n")
         partial.replace(self.folder / "feed.csv")
 
     def start(self, *options: str, num_workers: int = 2, num_steps: int = NUM_STEPS) -> subprocess.Popen[str]:
@@ -222,3 +222,50 @@ def test_a_hold_and_the_deadline_outlive_the_launcher_and_a_signal_in_a_hold_sav
     steps = [json.loads(line)["step"] for line in (tmp_path / "steps-0.jsonl").read_text().splitlines()]
     # The signal came in the hold: one step, whose script was not told of it any more, and the checkpoint after it.
     assert steps == list(range(held + 2, NUM_STEPS + 1)), "no step was lost and none was done twice"
+
+
+@pytest.mark.matrix
+def test_workers_follow_the_renewable_share_of_the_grid(tmp_path: Path) -> None:
+    """From two to one, to none, and back to two; the losses are those of one process."""
+    num_steps = 400
+    job = CarbonJob(tmp_path, strategy="maximize_renewable")
+    job.write_feed((3600.0, 300.0), share=0.9)
+
+    def worlds() -> list[int]:
+        logs = sorted(tmp_path.glob("steps-*.jsonl"), key=lambda path: path.stat().st_mtime)
+        return [json.loads(line)["world"] for line in logs[-1].read_text().splitlines() if line.endswith("}")]
+
+    try:
+        job.start("--min-workers", "1", num_steps=num_steps)
+        wait_for_mark(tmp_path, rank=0, step=5, within_s=90)
+        job.write_feed((3600.0, 300.0), share=0.3)
+        job.wait(lambda: worlds()[-1:] == [1], "no worker left")
+        job.write_feed((3600.0, 300.0), share=0.1)
+        held = job.wait_for_hold()
+        job.write_feed((3600.0, 300.0), share=0.9)
+        job.wait(lambda: job.last_step() > held and worlds()[-1:] == [2], "no worker came back")
+        outcome = job.finish()
+    finally:
+        job.close()
+    check_losses(outcome, num_steps)
+    assert [one["action"] for one in job.decisions()] == ["train", "reduce", "hold", "train"]
+
+
+@pytest.mark.matrix
+def test_a_hold_outlives_a_restart_of_all_workers_and_costs_no_step(tmp_path: Path) -> None:
+    job = CarbonJob(tmp_path)
+    try:
+        job.start("--on-loss", "restart", "--max-restarts", "1")
+        wait_for_mark(tmp_path, rank=0, step=5, within_s=90)
+        job.write_feed((600.0, 500.0), (3000.0, 50.0))
+        held = job.wait_for_hold()
+        os.kill(json.loads((tmp_path / "steps-1.jsonl").read_text().splitlines()[-1])["pid"], signal.SIGKILL)
+        job.wait(lambda: job.num_holds() == 2, "the workers did not hold again")
+        assert job.last_step() == held, "those that were started again wait where the others did"
+        job.write_feed((3600.0, 40.0))
+        outcome = job.finish()
+    finally:
+        job.close()
+    check_losses(outcome)
+    steps = [one["step"] for one in outcome.steps(0)]
+    assert steps == list(range(1, NUM_STEPS + 1)), "the hold began with a checkpoint: nothing was done twice"
