@@ -37,7 +37,10 @@ def test_the_command_says_when_to_run_and_what_it_saves(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert told["action"] == "defer"
     assert told["saved_share"] == pytest.approx(0.75, abs=0.02)
-    assert len(told["windows"]) == 1
+    (window,) = told["windows"]
+    assert window["g_per_kwh"] == pytest.approx(100.0)
+    assert window["hours"] == pytest.approx(4.0)
+    assert window["renewable_share"] is None, "the file does not tell it"
     late = torsh("green", "when", "--file", str(trace), "--deadline", "2h", "--hours", "4")
     assert late.returncode == 1
     assert "the job takes 4.0 h with 1 workers and the deadline is in 2.0 h" in late.stderr

@@ -58,10 +58,7 @@ class RunTimes:
         """JSON-ready."""
         return {
             "action": self.action,
-            "windows": [
-                {"start": _clock(start), "end": _clock(end), "workers": workers}
-                for start, end, workers in self.plan.windows
-            ],
+            "windows": [self._window(start, end, workers) for start, end, workers in self.plan.windows],
             "grams": self.plan.grams,
             "grams_now": self.now.grams,
             "saved_grams": self.saved_grams,
@@ -77,6 +74,20 @@ class RunTimes:
             "forecast_until": _clock(self.known_until),
         }
 
+    def _window(self, start: float, end: float, workers: int) -> dict[str, Any]:
+        """A stretch of the plan, with the grid's means over it."""
+        slots = [one.slot for one in self.plan.slots if start <= one.slot.start < end]
+        hours = sum(slot.hours for slot in slots)
+        shares = [slot.renewable_share for slot in slots if slot.renewable_share is not None]
+        return {
+            "start": _clock(start),
+            "end": _clock(end),
+            "hours": (end - start) / 3600,
+            "workers": workers,
+            "g_per_kwh": sum(slot.g_per_kwh * slot.hours for slot in slots) / hours,
+            "renewable_share": sum(shares) / len(shares) if len(shares) == len(slots) else None,
+        }
+
     def in_words(self) -> str:
         """For people."""
         told = self.to_dict()
@@ -86,7 +97,11 @@ class RunTimes:
                 f"zone {self.current.zone}, by {self.current.source}"
             )
         ]
-        lines += [f"train from {row['start']} to {row['end']} with {row['workers']} workers" for row in told["windows"]]
+        lines += [
+            f"train from {row['start']} to {row['end']} with {row['workers']} workers, {row['g_per_kwh']:.0f} g/kWh"
+            + ("" if row["renewable_share"] is None else f", {row['renewable_share']:.0%} renewable")
+            for row in told["windows"]
+        ]
         lines.append(
             f"{self.plan.grams / 1e3:.3g} kg CO2, done at {told['done_at']}; run now: {self.now.grams / 1e3:.3g} kg; "
             f"saves {told['saved_share']:.0%}"
