@@ -15,6 +15,8 @@ from torsh_distributed.parallel.expert.choose import expert_strategy, load_sprea
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
+from torsh_distributed.parallel.offload.shards.offloaded_shards import shard_keeper
+from torsh_distributed.parallel.offload.shards.shard_offload_strategy import ShardedOffload
 from torsh_distributed.parallel.offload.state_offload import paged_strategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
@@ -23,7 +25,7 @@ from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.weights.model_weights import DrawnWeights, ModelWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
-from torsh_distributed.plan.compatibility.recovery_rules import pages_model
+from torsh_distributed.plan.compatibility.recovery_rules import offloads_shards, pages_model
 
 StrategyKind = Literal["composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 
@@ -74,6 +76,7 @@ def strategy_for(
     mesh = Mesh(plan.mesh, device_type=device.type)
     if kind == "sharded_optimizer":
         return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh, **gradient_options(plan))
+    keeper = shard_keeper(plan.offload, device) if offloads_shards(plan) else None
     wrapped = FullyShardedDataParallel(
         model,
         plan.fsdp,
@@ -84,8 +87,9 @@ def strategy_for(
         seed=plan.training.seed,
         broadcast_buffers=plan.ddp.broadcast_buffers,
         compression=plan.compress,
+        keeper=keeper,
     )
-    return Sharded(wrapped)
+    return Sharded(wrapped) if keeper is None else ShardedOffload(wrapped, keeper)
 
 
 def _drawn(model: nn.Module, plan: Plan, init_fn: ParamInit | None) -> DrawnWeights | None:

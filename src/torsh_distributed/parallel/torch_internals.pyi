@@ -22,6 +22,9 @@ from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
+# FSDP2's record of a parameter: the padded shard that it gathers, which offload keeps elsewhere.
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+
 # What draws numbers for pieces of DTensors.
 from torch.distributed.tensor import _random as _random
 

@@ -126,7 +126,7 @@ def refusals(folder: str) -> list[str]:
     for offload, sections, kind in [
         ({**PAGED, "gpu_memory_budget_gb": 10 * KB}, {}, MemoryAllocationFailed),
         ({**PAGED, "cpu_memory_budget_gb": 60 * KB}, {}, MemoryAllocationFailed),
-        (PAGED, SHARDED, ConfigurationError),
+        ({**PAGED, "grads": False}, SHARDED, ConfigurationError),
         (PAGED, {"precision": {"dtype": "fp16"}}, ConfigurationError),
         ({**STATE_ONLY, "optimizer_state": False, "grads": True}, {}, ConfigurationError),
     ]:
@@ -149,7 +149,7 @@ def test_refusals_come_on_every_rank_before_the_first_step(world: World, tmp_pat
     parts = [
         "too small for blocks",
         "would fit as int8",
-        "offload.params and offload.grads are for replicas",
+        "the gradient of a shard is where the shard is",
         "do not support loss scaling",
         "the update runs where the state is",
     ]

@@ -100,7 +100,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"mesh": {"tp": 1, "shard": 2}},
         2,
     ),
-    "paging-with-shards": ({"mesh": {"shard": 2}, "offload": {"enabled": True}}, {"offload": STATE_ONLY}, 2),
+    "half-offloaded-shards": (
+        {"mesh": {"shard": 2}, "offload": {"enabled": True, "grads": False}},
+        {"offload": STATE_ONLY},
+        2,
+    ),
     "offload-with-sharded-optimizer": (
         {"mesh": {"shard": 2}, "fsdp": {"strategy": "shard_optimizer"}, "offload": STATE_ONLY},
         {"fsdp": {"strategy": "shard_grad_op"}},

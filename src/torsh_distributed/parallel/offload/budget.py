@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,8 +105,9 @@ def require_room_on_device(units: Sequence[Unit], rules: OffloadRules, budget: M
         )
 
 
-def stored_bytes(units: Sequence[Unit], rules: OffloadRules) -> int | None:
-    """Bytes these units take in storage; None if that depends on the values."""
+def stored_bytes(units: Sequence[Unit], rules: OffloadRules, form: Form) -> int | None:
+    """Bytes these units take in storage in a form; None if that depends on the values."""
+    rules = replace(rules, form=form)
     with_state = rules.units_with_device_state(units)
     total = 0
     for unit in units:
@@ -137,20 +138,21 @@ def _entry_sizes(unit: Unit, rules: OffloadRules) -> list[int | None]:
     return sizes
 
 
-def require_room_in_storage(units: Sequence[Unit], rules: OffloadRules, config: OffloadConfig) -> None:
-    """Raise MemoryAllocationFailed unless the state fits host memory and disk; the hint names forms that would fit."""
-    needed = stored_bytes(units, rules)
+def require_room_in_storage(needs: Callable[[Form], int | None], config: OffloadConfig) -> None:
+    """Raise MemoryAllocationFailed unless the state fits host memory and disk; the hint names forms that would fit.
+
+    `needs`: bytes by the form of the state; None if they depend on the values.
+    """
+    form = FORMS[config.cpu_compression]
+    needed = needs(form)
     host = int(config.cpu_memory_budget_gb * GB)
     disk = 0 if config.disk_dir is None else int(config.disk_budget_gb * GB)
     if needed is None or needed <= host + disk:
         return
-    fitting = []
-    for name, form in FORMS.items():
-        size = stored_bytes(units, OffloadRules(**{**rules.__dict__, "form": form}))
-        if size is not None and size <= host + disk:
-            fitting.append(f"{name} ({size} bytes)")
+    sizes = {name: needs(other) for name, other in FORMS.items()}
+    fitting = [f"{name} ({size} bytes)" for name, size in sizes.items() if size is not None and size <= host + disk]
     raise MemoryAllocationFailed(
-        f"the state needs {needed} bytes as {rules.form.name}, but the budgets allow {host} bytes of host memory and "
+        f"the state needs {needed} bytes as {form.name}, but the budgets allow {host} bytes of host memory and "
         f"{disk} bytes of disk",
         hint=f"offload.cpu_compression would fit as {' or '.join(fitting)}"
         if fitting

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
-from torsh_distributed.parallel.offload.storage.mover import Mover
+import torch.distributed as dist
+
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.parallel.offload.layer_times import LayerTime
 from torsh_distributed.parallel.offload.storage.tiered_storage import TieredStorage
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 
@@ -58,17 +63,22 @@ class OffloadStats:
     """Parameters, gradients and optimizer state on the device; activations are not counted."""
     host: TierUse
     disk: TierUse | None
+    layers: tuple[LayerTime, ...] = ()
+    """Where the time went, in the order of the model; empty where offload has no hooks in it."""
+    num_ranks: int = 1
+    """Of how many ranks these numbers are the totals."""
 
     @classmethod
     def measure(
         cls,
         storage: TieredStorage,
-        mover: Mover,
         device: MemoryBudget,
         *,
         update_s: float,
+        stall_s: float = 0.0,
         counters: PagerCounters | None = None,
         prefetch_distance: int = 0,
+        layers: tuple[LayerTime, ...] = (),
     ) -> OffloadStats:
         """The counters as they are now; without a pager nothing is fetched ahead, so hits and misses are 0."""
         pager, traffic, disk = counters or PagerCounters(), storage.traffic, storage.disk
@@ -76,7 +86,7 @@ class OffloadStats:
             num_hits=pager.num_hits,
             num_misses=pager.num_misses,
             num_evictions=pager.num_evictions,
-            stall_s=mover.stall_s,
+            stall_s=stall_s,
             update_s=update_s,
             prefetch_distance=prefetch_distance,
             host_to_device_bytes=traffic.host_to_device_bytes,
@@ -88,7 +98,39 @@ class OffloadStats:
             device=TierUse.of(device),
             host=TierUse.of(storage.host.budget),
             disk=None if disk is None else TierUse.of(disk.budget),
+            layers=layers,
         )
+
+    def over_ranks(self, group: dist.ProcessGroup | None = None) -> OffloadStats:
+        """The totals of all ranks, by sum (the prefetch distance: the largest); every rank of `group` calls this."""
+        ranks = [_read(one) for one in all_gather_object(asdict(self), group=group)]
+        return ranks[0].plus(ranks[1:])
+
+    def plus(self, others: Sequence[OffloadStats]) -> OffloadStats:
+        """The sums of these and other ranks' numbers; layers are added up by name."""
+        every = [self, *others]
+        sums = {
+            name: sum(getattr(one, name) for one in every)
+            for name, value in asdict(self).items()
+            if isinstance(value, int | float)
+        }
+        disks = [one.disk for one in every if one.disk is not None]
+        layers: dict[str, list[LayerTime]] = {}
+        for layer in (layer for one in every for layer in one.layers):
+            layers.setdefault(layer.name, []).append(layer)
+        return replace(
+            self,
+            **{**sums, "prefetch_distance": max(one.prefetch_distance for one in every)},
+            device=_sum([one.device for one in every]),
+            host=_sum([one.host for one in every]),
+            disk=_sum(disks) if disks else None,
+            layers=tuple(_sum(found, name=name) for name, found in layers.items()),
+        )
+
+    @property
+    def slowest_layers(self) -> list[LayerTime]:
+        """The layers by the time they take, the longest first."""
+        return sorted(self.layers, key=lambda one: -(one.wait_s + one.forward_s + one.backward_s))
 
     @property
     def hit_rate(self) -> float | None:
@@ -100,3 +142,18 @@ class OffloadStats:
     def compression_ratio(self) -> float | None:
         """Stored bytes divided by raw bytes. None while nothing is stored."""
         return self.stored_bytes / self.raw_bytes if self.raw_bytes else None
+
+
+Summed = TypeVar("Summed", TierUse, LayerTime)
+
+
+def _sum(found: Sequence[Summed], **same: Any) -> Summed:
+    kind = type(found[0])
+    names = [field.name for field in fields(kind) if field.name not in same]
+    return kind(**{name: sum(getattr(one, name) for one in found) for name in names}, **same)
+
+
+def _read(values: dict[str, Any]) -> OffloadStats:
+    """What another rank sent, as a dictionary."""
+    tiers = {name: values[name] and TierUse(**values[name]) for name in ("device", "host", "disk")}
+    return OffloadStats(**{**values, **tiers, "layers": tuple(LayerTime(**one) for one in values["layers"])})

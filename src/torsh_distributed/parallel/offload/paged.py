@@ -30,15 +30,17 @@ from torsh_distributed.parallel.offload.budget import (
     place_state,
     require_room_in_storage,
     require_room_on_device,
+    stored_bytes,
     workspace_bytes,
 )
+from torsh_distributed.parallel.offload.layer_times import LayerClock
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats
 from torsh_distributed.parallel.offload.paging.module_state import ModuleState, PagingHooks
 from torsh_distributed.parallel.offload.paging.pager import Forecast, Pager
 from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
 from torsh_distributed.parallel.offload.paging.unit_gradients import UnitGradients
 from torsh_distributed.parallel.offload.paging.units import Unit, build_units
-from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
+from torsh_distributed.parallel.offload.storage.mover import mover_for
 from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
@@ -83,10 +85,10 @@ class PagedDataParallel(Strategy):
         with fail_together("offload the model", self._group):
             self._units = build_units(model, self._device, compute_dtype=compute_dtype, chosen=units)
             require_room_on_device(self._units, self._rules, self._budget)
-            require_room_in_storage(self._units, self._rules, config)
+            require_room_in_storage(partial(stored_bytes, self._units, self._rules), config)
             self._storage = make_storage(config, self._device)
         self._with_state = self._rules.units_with_device_state(self._units)
-        self._mover = CudaMover(self._device) if self._device.type == "cuda" else HostMover()
+        self._mover = mover_for(self._device)
         self._pieces: list[list[StatePiece]] = []
         try:
             self._move_in()
@@ -104,6 +106,7 @@ class PagedDataParallel(Strategy):
             self._gradients.average(reducer, self._group.size())
         self._relief = PressureRelief(POLICIES[config.auto_memory_management], storage=self._storage, pager=self._pager)
         self._hooks = PagingHooks(self._pager, self._gradients)
+        self._clock = LayerClock({unit.name: unit.module for unit in self._units}, self._device)
         self._module_state = ModuleState(self._units, self._pieces, self._storage, self._pager)
         self._buffer_hook = None
         if broadcast_buffers and self.data_degree > 1 and any(True for _ in model.buffers()):
@@ -176,10 +179,10 @@ class PagedDataParallel(Strategy):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         total = self._gradients.norm()
         if max_norm is not None and self._optimizer is not None:
-            # The update divides as it reads: gradients in the store are not passed over once more.
+            # The update multiplies as it reads: gradients in the store are not passed over once more.
             norm = float(total)
             if norm > max_norm:
-                self._optimizer.divide_grads((norm + 1e-6) / max_norm)
+                self._optimizer.multiply_grads(float(torch.clamp(max_norm / (total + 1e-6), max=1.0)))
         return total
 
     @override
@@ -194,9 +197,10 @@ class PagedDataParallel(Strategy):
         """Measured statistics so far."""
         return OffloadStats.measure(
             self._storage,
-            self._mover,
             self._budget,
             update_s=0.0 if self._optimizer is None else self._optimizer.update_s,
+            stall_s=self._mover.stall_s,
+            layers=self._clock.times(),
             counters=self._pager.counters,
             prefetch_distance=self._pager.forecast.distance,
         )
@@ -208,6 +212,7 @@ class PagedDataParallel(Strategy):
         self._gradients.clear()
         self._pager.begin_update()
         self._hooks.remove()
+        self._clock.remove()
         self._module_state.remove()
         if self._buffer_hook is not None:
             self._buffer_hook.remove()

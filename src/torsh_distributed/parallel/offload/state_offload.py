@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.local_tensors import local_of
-from torsh_distributed.parallel.offload.budget import GB, make_storage, place_state, workspace_bytes
+from torsh_distributed.parallel.offload.budget import GB, make_storage, workspace_bytes
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats
 from torsh_distributed.parallel.offload.paged import PagedDataParallel
 from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
+from torsh_distributed.parallel.offload.shards.shard_offload_strategy import ShardedOffload
 from torsh_distributed.parallel.offload.storage.forms import FORMS
-from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.storage.tiered_storage import StatePiece, cut, max_numel, write
+from torsh_distributed.parallel.offload.storage.mover import mover_for
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer, require_adam
-from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place
+from torsh_distributed.parallel.offload.update.param_state import place_param_state
+from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.sections.offload import OffloadConfig
@@ -63,7 +64,7 @@ class StateOffload:
             except BaseException:
                 self._storage.close()
                 raise
-        self._mover = CudaMover(device) if device.type == "cuda" else HostMover()
+        self._mover = mover_for(device)
         self._relief = PressureRelief(POLICIES[config.auto_memory_management], storage=self._storage, pager=None)
         self.optimizer = OffloadedOptimizer(optimizer, targets, storage=self._storage, mover=self._mover)
         self.optimizer.after_step = self._relief.relieve
@@ -71,7 +72,7 @@ class StateOffload:
 
     def stats(self) -> OffloadStats:
         """Measured statistics so far; hits and misses are 0 because nothing is fetched ahead."""
-        return OffloadStats.measure(self._storage, self._mover, self._budget, update_s=self.optimizer.update_s)
+        return OffloadStats.measure(self._storage, self._budget, update_s=self.optimizer.update_s)
 
     def close(self) -> None:
         """Free storage; the optimizer cannot be used afterwards."""
@@ -88,26 +89,15 @@ class StateOffload:
         form = FORMS[config.cpu_compression]
         trained = [(name, param) for name, param in params if param.requires_grad]
         left = config.device_optimizer_ratio * sum(local_of(param).numel() for _, param in trained)
-        targets, everything = [], []
+        targets = []
         for name, param in trained:
             flat = flat_of(param)
-            pieces = [StatePiece(low, high) for low, high in cut(0, flat.numel(), max_numel(form))]
             left -= flat.numel()
             stays = left >= 0
             if stays:
                 self._budget.charge((8 if flat.dtype == torch.float32 else 12) * flat.numel(), f"the state of {name}")
-            for piece in pieces:
-                part = flat[piece.start : piece.stop]
-                if (stays and flat.dtype == torch.float32) or (is_updatable_in_place(flat) and form.is_exact):
-                    piece.master = part
-                elif stays:
-                    piece.master = part.float()
-                else:
-                    piece.master = self._storage.add(f"master values of {name}", piece.numel, role="param", form=form)
-                    write(self._storage, piece.master, part.to("cpu", torch.float32))
-            place_state(name, pieces, form, self._storage, device=flat.device if stays else None)
-            targets.append(ParamTarget(name, param, pieces, is_in_place=flat.dtype == torch.float32))
-            everything += pieces
+            targets.append(place_param_state(name, param, self._storage, form, stays=stays))
+        everything = [piece for target in targets for piece in target.pieces]
         self._storage.host.budget.charge(workspace_bytes(everything), "room to decode pieces in")
         return targets
 
@@ -122,6 +112,6 @@ def offloaded_optimizer(strategy: Strategy, optimizer: Optimizer, plan: Plan) ->
     """The optimizer to train with: the one given, or one whose state is where the plan wants it."""
     if not plan.offload.enabled:
         return optimizer
-    if isinstance(strategy, PagedDataParallel):
+    if isinstance(strategy, PagedDataParallel | ShardedOffload):
         return strategy.offload_optimizer(optimizer)
     return StateOffload(strategy.unwrapped, optimizer, plan.offload).optimizer

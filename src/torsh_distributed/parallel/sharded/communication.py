@@ -80,9 +80,11 @@ class PlainBuffers:
 class TalliedAllGather(PlainBuffers, AllGather):
     """FSDP2's own all-gather, counted; with ranks on one CPU node, into memory they share, without a copy."""
 
-    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup, note: Callable[[], None]) -> None:
+        """`note` is called when the shards have been read."""
         self._tally = tally
         self._group = group
+        self._note = note
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,6 +95,7 @@ class TalliedAllGather(PlainBuffers, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._note()
         self._tally.num_gathers += 1
         started = time.monotonic()
         work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)

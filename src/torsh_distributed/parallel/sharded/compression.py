@@ -75,8 +75,15 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
     """
 
     def __init__(
-        self, name: str, param_shards: Sequence[ParamShard], compressor: GradientCompressor, tally: CommTally
+        self,
+        name: str,
+        param_shards: Sequence[ParamShard],
+        compressor: GradientCompressor,
+        tally: CommTally,
+        note: Callable[[], None],
     ) -> None:
+        """`note` is called before each reduction."""
+        self._note = note
         self._name = name
         self._segments = param_shards
         self._compressor = compressor
@@ -91,6 +98,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._note()
         started = time.monotonic()
         rows = input_tensor.view(group.size(), -1)
         param_shards = param_shards_of(rows.shape[1], self._segments, self._name)
@@ -206,7 +214,9 @@ class EncodedAllGather(PlainBuffers, AllGather):
     The shards that the optimizer updates stay exact.
     """
 
-    def __init__(self, method: str, stream: int, tally: CommTally) -> None:
+    def __init__(self, method: str, stream: int, tally: CommTally, note: Callable[[], None]) -> None:
+        """`note` is called when the shards have been read."""
+        self._note = note
         codec = make_codec(method)
         assert isinstance(codec, DenseCodec), "fsdp.gather_codec allows no other"
         self._codec = codec
@@ -217,6 +227,7 @@ class EncodedAllGather(PlainBuffers, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._note()
         self._tally.num_gathers += 1
         started = time.monotonic()
         if input_tensor.dtype == torch.uint8:  # parameters of several dtypes, as bytes

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -38,6 +38,7 @@ from torsh_distributed.parallel.sharded.compression import (
     replica_average,
 )
 from torsh_distributed.parallel.sharded.same_gradients import SameGradients
+from torsh_distributed.parallel.sharded.shard_keeper import ShardKeeper, piece_shapes
 from torsh_distributed.parallel.sharded.shared_shards import (
     MemoryStats,
     ShardInfo,
@@ -81,7 +82,8 @@ class FullyShardedDataParallel(nn.Module):
     `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
     backward. `compression` encodes gradients: over the shard axis, or between replicas if there are any. `attach` the
     optimizer if there is compression, or a parameter that is not sharded. `separate` modules are sharded differently.
-    `parts` says which pieces of `weights` the parameters are, in a model that is split already.
+    `parts` says which pieces of `weights` the parameters are, in a model that is split already. `keeper` stores the
+    shards elsewhere between uses.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         compression: CompressConfig | None = None,
         separate: SeparateShards | None = None,
+        keeper: ShardKeeper | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -123,6 +126,7 @@ class FullyShardedDataParallel(nn.Module):
             equal = [param for param in module.parameters() if id(param) not in apart]
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
+        self._keeper = keeper
         self._same = SameGradients(self._group)
         replicated = _kept_whole(module, self.config)
         self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, separate)
@@ -159,6 +163,11 @@ class FullyShardedDataParallel(nn.Module):
         keeps_gathered = self.config.strategy == "shard_grad_op"
         if separate is not None:
             _shard_separately(separate, policy, keeps_gathered=keeps_gathered)
+        names = {module: name for name, module in self.module.named_modules()}
+        ahead, keeper = self.config.max_gathered_ahead, self._keeper
+        if keeper is not None:
+            shapes = piece_shapes(self.module, pieces, replicated, mesh.size(-1), policy.param_dtype)
+            ahead = keeper.expect(shapes, keeps_gathered=keeps_gathered, gathered_ahead=ahead)
         for piece in [*reversed(pieces), self.module]:
             if materializer is not None:
                 materializer.make(piece)
@@ -173,20 +182,29 @@ class FullyShardedDataParallel(nn.Module):
                 reshard_after_forward=False if keeps_gathered else (None if piece is self.module else True),
                 mp_policy=policy,
                 ignored_params=whole,
+                offload_policy=OffloadPolicy() if keeper is None else keeper.policy(names[piece]),
             )
+            if keeper is not None and self._weights is None:
+                keeper.place(names[piece], piece, has_values=True)
         if self._weights is not None:
             self._weights.allocate(self.module)
+            if keeper is not None:
+                for piece in [*reversed(pieces), self.module]:
+                    keeper.place(names[piece], piece, has_values=False)
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _check_batch_norms(self.module, policy.param_dtype)
-        _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
+        _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config, ahead)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
-        can_share = policy.param_dtype is None and self.config.gather_codec == "none"  # else it gathers other values
+        # Else it gathers other values, or values from elsewhere.
+        can_share = policy.param_dtype is None and self.config.gather_codec == "none" and keeper is None
         if self._weights is not None:
             with (place_shards(self.module, group) if can_share else None) or nullcontext() as memory:
                 self._weights.load(self.module, self._parts, memory=memory)
         elif can_share:
             share_shards(self.module, group)
+        if keeper is not None:
+            keeper.begin(self.module)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""
@@ -202,18 +220,28 @@ class FullyShardedDataParallel(nn.Module):
                 for param in inside
                 if isinstance(param, DTensor) and param.requires_grad
             ]
-            stream = stream_of([name])
-            gathering = EncodedAllGather(method, stream, self.tally) if method != "none" else None
-            piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally, group))
+            gathered, reduced = partial(self._note_gather, name), partial(self._note_reduction, name, number)
+            if method == "none":
+                piece.set_custom_all_gather(TalliedAllGather(self.tally, group, gathered))
+            else:
+                piece.set_custom_all_gather(EncodedAllGather(method, stream_of([name]), self.tally, gathered))
             if compressor is not None and not has_replicas:
-                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, param_shards, compressor, self.tally))
+                scattered = CompressedReduceScatter(name, param_shards, compressor, self.tally, reduced)
+                piece.set_custom_reduce_scatter(scattered)
                 continue
-            piece.set_custom_reduce_scatter(
-                TalliedReduceScatter(self.tally, group, partial(self._same.note_reduction, number))
-            )
+            piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally, group, reduced))
             if compressor is not None:
                 replicas = self.mesh.group("dp")
                 piece.set_all_reduce_hook(replica_average(name, param_shards, compressor, replicas, self.tally))
+
+    def _note_gather(self, piece: str) -> None:
+        if self._keeper is not None:
+            self._keeper.note_gather(piece)
+
+    def _note_reduction(self, piece: str, number: int) -> None:
+        self._same.note_reduction(number)
+        if self._keeper is not None:
+            self._keeper.note_reduction(piece)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +284,10 @@ class FullyShardedDataParallel(nn.Module):
         self.average_replicated()
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         norm = grad_norm(held_by_placement(grads), torch.device(self.mesh.device_type))
-        clip_to_norm(grads, norm, max_norm)
+        if self._keeper is None:
+            clip_to_norm(grads, norm, max_norm)
+        else:
+            self._keeper.clip(grads, norm, max_norm)
         return norm
 
     def reshard(self) -> None:
@@ -409,13 +440,12 @@ def _travelling(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
 
 
-def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
+def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig, ahead: int) -> None:
     """Set what each piece prefetches, in the order of the model. FSDP2's default prefetches one, in backward."""
-    ahead = config.max_gathered_ahead
     for index, piece in enumerate(pieces):
-        if config.forward_prefetch:
+        if config.forward_prefetch and ahead > 0:
             piece.set_modules_to_forward_prefetch(list(pieces[index + 1 : index + 1 + ahead]))
-        if config.backward_prefetch != "backward_pre":
+        if config.backward_prefetch != "backward_pre" or ahead == 0:
             # An explicit list turns FSDP2's choice off, and this piece is gathered already.
             piece.set_modules_to_backward_prefetch([piece])
         elif ahead > 1:

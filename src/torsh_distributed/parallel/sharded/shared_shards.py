@@ -133,7 +133,7 @@ def _move_all(
         owner, _, name = path.rpartition(".")
         shards.append((model.get_submodule(owner), name, shard))
         start += _room(param)
-    bring_back = _SharedShards(shards).bring_back
+    bring_back = FixedShards(shards).bring_back
 
     def meet(*_: object) -> None:
         barrier(group=group)
@@ -144,8 +144,8 @@ def _move_all(
     model.register_forward_hook(untraced(meet))
 
 
-class _SharedShards:
-    """The shards in shared memory; moves parameters back there that were given other memory."""
+class FixedShards:
+    """Shards with places of their own, as in shared memory; moves parameters back that were given other memory."""
 
     def __init__(self, shards: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._shards = shards

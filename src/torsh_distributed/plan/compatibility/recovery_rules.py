@@ -8,8 +8,13 @@ from torsh_distributed.plan.plan_sections import PlanSections
 
 
 def pages_model(plan: PlanSections) -> bool:
-    """Whether offload moves parameters or gradients, and so averages gradients itself."""
-    return plan.offload.enabled and (plan.offload.params or plan.offload.grads)
+    """Whether offload moves whole parameters or gradients, and so averages gradients itself."""
+    return plan.offload.enabled and (plan.offload.params or plan.offload.grads) and plan.mesh.shard == 1
+
+
+def offloads_shards(plan: PlanSections) -> bool:
+    """Whether offload moves the shards of parameters and gradients."""
+    return plan.offload.enabled and (plan.offload.params or plan.offload.grads) and plan.mesh.shard != 1
 
 
 OFFLOAD_RULES = (
@@ -21,11 +26,11 @@ OFFLOAD_RULES = (
         way_out="set offload.enabled = false, or split over mesh.dp and mesh.shard only",
     ),
     CompatibilityRule(
-        name="paging-with-shards",
-        keys=("offload.enabled", "mesh.shard"),
-        clashes=lambda plan: pages_model(plan) and plan.mesh.shard > 1,
-        reason="offload.params and offload.grads are for replicas",
-        way_out="set offload.params = false and offload.grads = false: the optimizer state of each shard is offloaded",
+        name="half-offloaded-shards",
+        keys=("offload.params", "offload.grads", "mesh.shard"),
+        clashes=lambda plan: offloads_shards(plan) and plan.offload.params != plan.offload.grads,
+        reason="the gradient of a shard is where the shard is",
+        way_out="set both to true, or both to false: then the optimizer state of each shard is offloaded alone",
     ),
     CompatibilityRule(
         name="offload-with-sharded-optimizer",

@@ -88,7 +88,8 @@ class PressureRelief:
         """Least recently used first, while the disk's budget has room."""
         assert self._storage.disk is not None
         here = sorted(
-            (array for array in self._storage.arrays if not array.is_on_disk), key=lambda array: array.last_use
+            (array for array in self._storage.arrays if not (array.is_on_disk or array.is_fixed)),
+            key=lambda array: array.last_use,
         )
         left = self._policy.cold_share * sum(array.payload.numel() for array in here)
         has_moved = False

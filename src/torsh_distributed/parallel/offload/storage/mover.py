@@ -257,3 +257,8 @@ class _CudaCopy(PendingCopy):
         if self._future is not None:
             finish_future(self._future)
         self._done.synchronize()
+
+
+def mover_for(device: torch.device) -> Mover:
+    """What copies to and from `device`."""
+    return CudaMover(device) if device.type == "cuda" else HostMover()

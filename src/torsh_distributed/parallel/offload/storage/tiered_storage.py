@@ -23,6 +23,8 @@ class StoredArray:
     form: Form
     allocation: Allocation
     is_optimizer_state: bool = False
+    is_fixed: bool = False
+    """Whether others have views of its bytes, so it may not move to another place."""
     last_use: int = 0
 
     @property
@@ -73,20 +75,23 @@ class TieredStorage:
         form: Form,
         is_copied: bool = False,
         is_optimizer_state: bool = False,
+        fixed_in: StorageTier | None = None,
     ) -> StoredArray:
         """A new array of zeros, in host memory if it fits, else on disk, else MemoryAllocationFailed.
 
-        `is_copied`: a GPU copies its bytes without decoding.
+        `is_copied`: a GPU copies its bytes without decoding. `fixed_in`: the tier that it is in and stays in.
         """
         size = form.num_bytes(numel)
         payload = None
         if size is None:
             payload = form.encode(torch.zeros(numel), role=role, generator=self.generator)
             size = payload.numel()
-        allocation = self._allocate(size, f"{name} ({numel} values as {form.name})", is_copied=is_copied)
+        what, tier = f"{name} ({numel} values as {form.name})", fixed_in or self._tier_for(size)
+        allocation = tier.allocate(size, what, is_copied=is_copied)
         if payload is not None:
             allocation.tensor.copy_(payload)
-        array = StoredArray(name, numel, role, form, allocation, is_optimizer_state, next(self._clock))
+        is_fixed = fixed_in is not None
+        array = StoredArray(name, numel, role, form, allocation, is_optimizer_state, is_fixed, next(self._clock))
         self.arrays.append(array)
         return array
 
@@ -146,14 +151,12 @@ class TieredStorage:
     def _replace(self, array: StoredArray, payload: Tensor) -> None:
         if payload.numel() != array.payload.numel():
             array.allocation.tier.free(array.allocation)
-            array.allocation = self._allocate(payload.numel(), f"{array.name} as {array.form.name}")
+            size = payload.numel()
+            array.allocation = self._tier_for(size).allocate(size, f"{array.name} as {array.form.name}")
         array.payload.copy_(payload)
 
-    def _allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Allocation:
-        tier: StorageTier = self.host
-        if self.disk is not None and num_bytes > self.host.budget.free_bytes:
-            tier = self.disk
-        return tier.allocate(num_bytes, what, is_copied=is_copied)
+    def _tier_for(self, num_bytes: int) -> StorageTier:
+        return self.host if self.disk is None or num_bytes <= self.host.budget.free_bytes else self.disk
 
 
 _PLAIN_NUMEL, _DECODED_NUMEL = 1 << 24, 1 << 22

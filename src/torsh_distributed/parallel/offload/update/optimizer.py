@@ -64,7 +64,7 @@ class OffloadedOptimizer(Optimizer):
         self._storage = storage
         self._mover = mover
         self._steps: dict[int, int] = {id(entry.param): 0 for target in targets for entry in target.param_ranges}
-        self._divisor: float | None = None
+        self._factor: float | None = None
         self._scratch: Tensor | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.after_step: Callable[[], None] = lambda: None
@@ -87,9 +87,9 @@ class OffloadedOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
-    def divide_grads(self, divisor: float) -> None:
-        """Divide this step's gradients by `divisor` when the update reads them, to clip them."""
-        self._divisor = divisor
+    def multiply_grads(self, factor: float) -> None:
+        """Multiply this step's gradients by `factor` when the update reads them, to clip them."""
+        self._factor = factor
 
     @override
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's is overloaded
@@ -100,7 +100,7 @@ class OffloadedOptimizer(Optimizer):
         started = time.monotonic()
         with torch.no_grad():
             self._update_all()
-        self._divisor = None
+        self._factor = None
         self.update_s += time.monotonic() - started
         self.after_step()
 
@@ -108,7 +108,7 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=True)
         self.clear_grads()
-        self._divisor = None
+        self._factor = None
 
     def _update_all(self) -> None:
         for target in self._targets:
@@ -118,11 +118,10 @@ class OffloadedOptimizer(Optimizer):
         work = [(target, piece) for target in self._targets for piece in target.pieces if _has_any_grad(target, piece)]
         groups = {id(param): group for group in self.param_groups for param in group["params"]}
         saving: Future[None] | None = None
-        loading = self._start_load(work[0][1]) if work else None
+        loading = self._start_load(*work[0]) if work else None
         for number, (target, piece) in enumerate(work):
             loaded = self._load(piece) if loading is None else finish_future(loading)
-            following = work[number + 1][1] if number + 1 < len(work) else None
-            loading = self._start_load(following) if following is not None else None
+            loading = self._start_load(*work[number + 1]) if number + 1 < len(work) else None
             self._update(target, piece, loaded, groups)
             if saving is not None:
                 finish_future(saving)
@@ -134,8 +133,9 @@ class OffloadedOptimizer(Optimizer):
         if saving is not None:
             finish_future(saving)
 
-    def _start_load(self, piece: StatePiece) -> Future[Loaded] | None:
+    def _start_load(self, target: UpdateTarget, piece: StatePiece) -> Future[Loaded] | None:
         """Start decoding a piece, if it must be decoded; ask the kernel to read it, if it is on disk."""
+        target.prefetch(piece)
         for slot in piece.slots:
             if isinstance(slot, StoredArray):
                 slot.allocation.prefetch()
@@ -157,10 +157,10 @@ class OffloadedOptimizer(Optimizer):
             for low in range(start, stop, _CHUNK if is_on_host else stop - start):
                 high = min(low + _CHUNK, stop) if is_on_host else stop
                 part = grad[low:high]
-                if part.dtype != torch.float32 or part.device != master.device or self._divisor is not None:
+                if part.dtype != torch.float32 or part.device != master.device or self._factor is not None:
                     part = self._widened(part, master.device)
-                if self._divisor is not None:
-                    part.div_(self._divisor)
+                if self._factor is not None:
+                    part.mul_(self._factor)
                 exp_avg, exp_avg_sq = (values[low:high] for values in moments)
                 adam_update(group, [AdamPiece((master[low:high], part, exp_avg, exp_avg_sq), count)])
                 if rounded is not None:

@@ -26,6 +26,9 @@ class UpdateTarget(ABC):
     def prepare(self) -> None:  # noqa: B027 (only parameters that other code may move need it)
         """Called before every update."""
 
+    def prefetch(self, piece: StatePiece) -> None:  # noqa: B027 (only files are read ahead)
+        """Called while another piece is updated: this one follows."""
+
     @abstractmethod
     def has_grad(self, position: int) -> bool:
         """Whether the parameter at `position` of `param_ranges` has a gradient in this step."""
