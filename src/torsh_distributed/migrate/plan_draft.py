@@ -183,24 +183,20 @@ def by_table(plan_key: str, table: Mapping[Any, Any]) -> Reader:
 
 
 def in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
-    """Parameters, gradients and optimizer state in host memory: those of replicas are, of shards only the last."""
-    draft.at_end(_in_host_memory, key, value)
-
-
-def _in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
-    is_sharded = draft.get("mesh.shard") not in (None, 1)
+    """Parameters, gradients and optimizer state in host memory, of replicas or of shards."""
     draft.put("offload.enabled", True)
-    draft.put("offload.optimizer_state", True)
-    draft.put("offload.params", not is_sharded)
-    draft.put("offload.grads", not is_sharded)
-    if is_sharded:
-        reason = (
-            "the optimizer state of shards is in host memory (offload.optimizer_state = true), they themselves stay on"
-            " the device. If the host has room for a copy on every rank, write mesh.shard = 1 and offload.params = true"
-        )
-        draft.refuse(key, value, reason)
-    else:
-        draft.accept(key, value, "offload.params = true", "the update then runs on the host")
+    for other in ("offload.grads", "offload.optimizer_state"):
+        draft.put(other, True)
+    draft.honour(key, value, "offload.params", True, "the update then runs on the host")
+
+
+def optimizer_in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
+    """Optimizer state in host memory; parameters and gradients only if another key says so."""
+    draft.put("offload.enabled", True)
+    for other in ("offload.params", "offload.grads"):
+        if draft.get(other) is None:
+            draft.put(other, False)
+    draft.honour(key, value, "offload.optimizer_state", True, "the update then runs on the host")
 
 
 def tuning(reason: str, means: str = "") -> Reader:

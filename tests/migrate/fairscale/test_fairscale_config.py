@@ -36,11 +36,12 @@ def test_fully_sharded_settings_become_fsdp_and_precision() -> None:
 
 
 @pytest.mark.parametrize("key", ["move_params_to_cpu", "cpu_offload"])
-def test_parameters_of_shards_are_not_said_to_be_in_host_memory(key: str) -> None:
+def test_parameters_of_shards_and_of_replicas_are_in_host_memory(key: str) -> None:
     plan, report = FairScaleConfig({"fsdp": {key: True}}).to_plan()
-    assert (plan.offload.enabled, plan.offload.optimizer_state, plan.offload.params) == (True, True, False)
+    offload = plan.offload
+    assert (offload.enabled, offload.optimizer_state, offload.params, offload.grads) == (True, True, True, True)
     assert plan.fsdp.strategy == "full_shard"
-    assert report[f"fsdp.{key}"].verdict is Verdict.REFUSED
+    assert report[f"fsdp.{key}"].verdict is Verdict.HONOURED
     plan.validate(world_size=2)
     replicas, report = FairScaleConfig({"memory": {"parameter_offloading": True}}).to_plan()
     assert (replicas.offload.params, len(report.refused)) == (True, 0)

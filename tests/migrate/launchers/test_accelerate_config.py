@@ -42,11 +42,11 @@ def test_a_file_that_accelerate_config_writes(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(FSDP)
     plan, report = translate_config(path, world_size=4, fills={}, version=None)
-    assert [entry.key for entry in report.refused] == ["fsdp_config.fsdp_offload_params"]
+    assert not report.refused
     assert report.kind == "accelerate"
     assert (plan.fsdp.strategy, plan.precision.dtype, plan.activation.strategy) == ("shard_grad_op", "bf16", "uniform")
     assert plan.fsdp.wrap_classes == ("LlamaDecoderLayer", "Block")
-    assert (plan.offload.enabled, plan.offload.optimizer_state, plan.offload.params) == (True, True, False)
+    assert (plan.offload.enabled, plan.offload.optimizer_state, plan.offload.params) == (True, True, True)
     plan.validate(world_size=4)
     assert AccelerateConfig.from_file(path).launch_options() == ["--nproc-per-node", "4"]
 
@@ -77,6 +77,14 @@ def test_degrees_and_compilation() -> None:
     assert (plan.fsdp.strategy, plan.offload.optimizer_state, plan.offload.params) == ("shard_grad_op", True, False)
     assert plan.training.gradient_clipping == 1.0
     assert not report.refused
+    zero3 = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/mnt/disk"}
+    plan, report = AccelerateConfig({"distributed_type": "DEEPSPEED", "deepspeed_config": zero3}).to_plan()
+    assert (plan.offload.params, plan.offload.disk_dir, plan.fsdp.strategy) == (True, "/mnt/disk", "full_shard")
+    assert not report.refused
+    with pytest.raises(ConfigurationError, match="offload_param_nvme_path is not given"):
+        AccelerateConfig(
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {**zero3, "offload_param_nvme_path": None}}
+        ).to_plan()
 
 
 def test_mistakes_and_other_machines() -> None:

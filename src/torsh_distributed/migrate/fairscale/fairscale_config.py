@@ -13,6 +13,7 @@ from torsh_distributed.migrate.plan_draft import (
     by_table,
     for_world,
     in_host_memory,
+    optimizer_in_host_memory,
     refused,
     same_by,
     stays,
@@ -68,14 +69,10 @@ def _offloaded(draft: PlanDraft, key: str, value: Any) -> None:
 
 
 def _offloaded_state(draft: PlanDraft, key: str, value: Any) -> None:
-    if not value:
+    if value:
+        optimizer_in_host_memory(draft, key, value)
+    else:
         draft.match(key, value, "", "nothing is offloaded unless asked for")
-        return
-    draft.put("offload.enabled", True)
-    for other in ("offload.params", "offload.grads"):
-        if draft.get(other) is None:
-            draft.put(other, False)
-    draft.honour(key, value, "offload.optimizer_state", True, "the update then runs on the host")
 
 
 def _neutral_factor(draft: PlanDraft, key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from torsh_distributed.migrate.plan_draft import (
     PlanDraft,
     Reader,
     in_host_memory,
+    optimizer_in_host_memory,
     refused,
     same_by,
     stays,
@@ -56,24 +57,23 @@ def _recompute(draft: PlanDraft, key: str, value: Any) -> None:
         draft.match(key, value, "", "activations are kept unless asked for")
 
 
-def _state_in_host_memory(draft: PlanDraft, key: str, value: Any) -> None:
-    draft.put("offload.enabled", True)
-    for other in ("offload.params", "offload.grads"):
-        if draft.get(other) is None:
-            draft.put(other, False)
-    draft.honour(key, value, "offload.optimizer_state", True, "the update runs on the host")
-
-
 def _offload(wanted: Reader) -> Reader:
     def read(draft: PlanDraft, key: str, value: Any) -> None:
         if str(value).lower() in ("cpu", "true", "1"):
             wanted(draft, key, value)
         elif str(value).lower() == "nvme":
-            draft.refuse(key, value, "set offload.disk_dir to a directory on the disk")
+            wanted(draft, key, value)
+            draft.at_end(_needs_path, key, value)
         else:
             draft.match(key, value, "", "nothing is offloaded unless asked for")
 
     return read
+
+
+def _needs_path(draft: PlanDraft, key: str, value: Any) -> None:
+    if draft.get("offload.disk_dir") is None:
+        path = key.replace("_device", "_nvme_path")
+        draft.problem(key, f"{key} is nvme, but {path} is not given", "name a directory on the disk")
 
 
 def _path(draft: PlanDraft, key: str, value: Any) -> None:
@@ -136,7 +136,7 @@ _HOSTS = "run the line on every host: torsh run starts workers on its own machin
 DEEPSPEED_KEYS: dict[str, Reader] = {
     "deepspeed_config_file": stays("torsh migrate FILE", "that file says how to train: make its plan"),
     "zero_stage": _zero_stage,
-    "offload_optimizer_device": _offload(_state_in_host_memory),
+    "offload_optimizer_device": _offload(optimizer_in_host_memory),
     "offload_param_device": _offload(in_host_memory),
     "offload_optimizer_nvme_path": _path,
     "offload_param_nvme_path": _path,
@@ -184,7 +184,7 @@ MEGATRON_KEYS: dict[str, Reader] = {
         "recompute_granularity": tuning("activation.strategy: uniform recomputes layers, selective all but products"),
         "recompute_method": tuning("activation.strategy says what is recomputed"),
         "recompute_num_layers": to_key("activation.every_n_layers", int),
-        "optimizer_cpu_offload": _offload(_state_in_host_memory),
+        "optimizer_cpu_offload": _offload(optimizer_in_host_memory),
         "decoder_last_pipeline_num_layers": refused("name split_points in [pipeline]"),
         "use_precision_aware_optimizer": refused("optimizer state is fp32"),
         "overlap_cpu_optimizer_d2h_h2d": tuning("offloaded state is fetched ahead"),

@@ -248,15 +248,31 @@ def test_the_flag_of_old_versions_offloads_the_optimizer() -> None:
     assert new.offload.enabled
 
 
-def test_parameters_are_paged_on_one_rank_and_refused_on_shards() -> None:
+def test_parameters_of_shards_are_offloaded_and_those_of_one_rank_paged() -> None:
     keys = zero(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
     alone, report = translated(world_size=1, **keys)
     assert not report.refused
     assert alone.offload.params
-    together, report = translated(world_size=2, **keys)
+    together, report = translated(world_size=2, fp16={"enabled": True}, **keys)
+    assert not report.refused
+    assert report["zero_optimization.offload_param.device"].verdict is Verdict.HONOURED
+    assert (together.mesh.shard, together.fsdp.strategy, together.precision.dtype) == (-1, "full_shard", "fp16")
+    offload = together.offload
+    assert (offload.params, offload.grads, offload.optimizer_state) == (True, True, True)
+    together.validate(world_size=2)
+    _, report = translated(**zero(stage=2, offload_param={"device": "cpu"}))
     assert [entry.key for entry in report.refused] == ["zero_optimization.offload_param.device"]
-    assert not together.offload.params
-    assert together.offload.optimizer_state
+    split, report = translated(**keys, pipeline={"stages": 2})
+    assert "offload works on replicas and shards" in report["zero_optimization.offload_param.device"].reason
+    assert not split.offload.enabled
+
+
+def test_parameters_go_to_the_disk_that_the_config_names(tmp_path: Path) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    plan, report = translated(world_size=4, **zero(stage=3, offload_param=section))
+    assert not report.refused
+    assert (plan.offload.params, plan.offload.disk_dir, plan.offload.pin_cpu_memory) == (True, str(tmp_path), False)
+    plan.validate(world_size=4)
 
 
 def test_offload_to_disk_needs_a_path_and_says_if_it_is_not_there(tmp_path: Path) -> None:

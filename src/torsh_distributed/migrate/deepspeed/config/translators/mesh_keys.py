@@ -89,7 +89,8 @@ def _offload(one: Translation) -> None:
             one.wrong(f"{section}.nvme_path", f"{section}.device is nvme, but {section}.nvme_path is not given")
     state_keys = (f"{_OPTIMIZER}.device", f"{_ZERO}.cpu_offload")
     param_keys = (f"{_PARAM}.device", f"{_ZERO}.cpu_offload_params", f"{_ZERO}.cpu_offload_param")
-    is_paged = params != "none" and stage == 3 and one.world_size == 1 and not is_split(one) and not _is_fp16(one)
+    why_not = _why_not_params(one, stage) if params != "none" else ""
+    has_params = params != "none" and not why_not
     reason = _refusal(one, stage) if state != "none" or params != "none" else ""
     for key in state_keys:
         if state == "none":
@@ -101,12 +102,12 @@ def _offload(one: Translation) -> None:
     for key in param_keys:
         if params == "none":
             one.honoured(key)
-        elif is_paged:
-            one.honoured(key, "offload.params = true")
+        elif why_not:
+            one.refuse(key, why_not)
         else:
-            one.refuse(key, _why_not_paged(one, stage))
-    if (state != "none" and not reason) or is_paged:
-        _set_offload(one, state, params, is_paged=is_paged)
+            one.honoured(key, "offload.params = true", "the update runs on the host, where the optimizer state is too")
+    if (state != "none" and not reason) or has_params:
+        _set_offload(one, state, params, has_params=has_params)
     for section, device in ((_OPTIMIZER, state), (_PARAM, params)):
         if one.has(f"{section}.nvme_path"):
             _give_path(one, f"{section}.nvme_path", is_used=device == "nvme")
@@ -120,10 +121,10 @@ def _offload(one: Translation) -> None:
     one.honoured(f"{_OPTIMIZER}.ratio", f"offload.device_optimizer_ratio = {1 - ratio:g}")
 
 
-def _set_offload(one: Translation, state: str, params: str, *, is_paged: bool) -> None:
+def _set_offload(one: Translation, state: str, params: str, *, has_params: bool) -> None:
     one.set("offload.enabled", True)
-    one.set("offload.params", is_paged)
-    one.set("offload.grads", is_paged)
+    one.set("offload.params", has_params)
+    one.set("offload.grads", has_params)
     one.set("offload.optimizer_state", True)
     one.set("offload.pin_cpu_memory", _is_pinned(one))
     ratio = float(one.get(f"{_OPTIMIZER}.ratio"))
@@ -141,17 +142,15 @@ def _refusal(one: Translation, stage: int) -> str:
     return "" if stage else "optimizer state is offloaded shard by shard: set zero_optimization.stage to 1, 2 or 3"
 
 
-def _why_not_paged(one: Translation, stage: int) -> str:
+def _why_not_params(one: Translation, stage: int) -> str:
+    """Why parameters cannot be offloaded; empty if they can."""
     if stage != 3:
         return "DeepSpeed offloads parameters in stage 3 only"
-    if _is_fp16(one):
-        return "paged parameters do not support loss scaling: use bf16"
-    if one.world_size is None:
-        return "shards stay on the device; with one rank, say so (world_size = 1), and parameters are paged to the host"
-    return (
-        "shards stay on the device. If the host has room for a copy on every rank, write mesh.shard = 1 and"
-        " offload.params = true: replicas are paged"
-    )
+    if is_split(one):
+        return _refusal(one, stage)
+    if _is_fp16(one) and one.world_size == 1:
+        return "parameters of one rank are paged, without loss scaling: use bf16"
+    return ""
 
 
 def _is_fp16(one: Translation) -> bool:
@@ -186,7 +185,7 @@ def _stage(one: Translation) -> None:
         one.honoured(f"{_ZERO}.mics_shard_size", "", "off in stage 0")
         return
     offloads = bool(one.sections.get("offload"))
-    is_paged = bool(one.sections.get("offload", {}).get("params"))
+    is_paged = bool(one.sections.get("offload", {}).get("params")) and one.world_size == 1
     if is_paged:
         one.equivalent(key, "offload.params = true", "one rank holds all shards; parameters are paged")
         one.honoured(f"{_ZERO}.mics_shard_size", "", "one rank holds all shards")
