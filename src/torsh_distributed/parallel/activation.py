@@ -286,7 +286,7 @@ class _Offloading:
     @contextmanager
     def _on_host(self) -> Iterator[None]:
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
-            if tensor.device.type == "cpu" or _is_param(tensor):
+            if tensor.device.type == "cpu" or is_param(tensor):
                 return tensor
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             return tensor.device, host.copy_(tensor, non_blocking=True)
@@ -301,7 +301,7 @@ class _Offloading:
             yield
 
 
-def _is_param(tensor: Tensor) -> bool:
+def is_param(tensor: Tensor) -> bool:
     """Whether this is a parameter, or a view of one such as its transpose."""
     base = tensor if tensor._base is None else tensor._base
     return base.is_leaf and base.requires_grad

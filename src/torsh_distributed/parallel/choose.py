@@ -15,6 +15,7 @@ from torsh_distributed.parallel.expert.choose import expert_strategy, load_sprea
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
+from torsh_distributed.parallel.offload.disk_activations import activations_to_disk
 from torsh_distributed.parallel.offload.shards.offloaded_shards import shard_keeper
 from torsh_distributed.parallel.offload.shards.shard_offload_strategy import ShardedOffload
 from torsh_distributed.parallel.offload.state_offload import paged_strategy
@@ -122,3 +123,4 @@ def _prepare_layers(model: nn.Module, plan: Plan) -> None:
     classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
     layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
     compile_and_checkpoint(model, plan.compile, plan.activation, layers=layers, group=dist.group.WORLD)
+    activations_to_disk(model, plan.activation)

@@ -59,6 +59,7 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "recovery.skip_batches": ("recovery.divergence", ("raise",)),
     "recovery.storage": ("checkpoint.enabled", (False,)),
     "offload.disk_budget_gb": ("offload.disk_dir", (None,)),
+    "activation.disk_budget_gb": ("activation.disk_dir", (None,)),
 }
 """Key to another one, and the values of that, that turn it off."""
 

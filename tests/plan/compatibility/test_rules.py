@@ -100,6 +100,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"mesh": {"tp": 1, "shard": 2}},
         2,
     ),
+    "activations-on-disk-of-split-model": (
+        {"mesh": {"tp": 2}, "activation": {"disk_dir": "/tmp"}},
+        {"mesh": {"tp": 1, "shard": 2}},
+        2,
+    ),
     "half-offloaded-shards": (
         {"mesh": {"shard": 2}, "offload": {"enabled": True, "grads": False}},
         {"offload": STATE_ONLY},

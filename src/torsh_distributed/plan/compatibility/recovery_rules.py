@@ -17,6 +17,10 @@ def offloads_shards(plan: PlanSections) -> bool:
     return plan.offload.enabled and (plan.offload.params or plan.offload.grads) and plan.mesh.shard != 1
 
 
+def _splits(plan: PlanSections) -> bool:
+    return max(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp, plan.mesh.ep) > 1
+
+
 OFFLOAD_RULES = (
     CompatibilityRule(
         name="offload-on-split-model",
@@ -24,6 +28,13 @@ OFFLOAD_RULES = (
         clashes=lambda plan: plan.offload.enabled and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) > 1,
         reason="offload works on replicas and on shards only",
         way_out="set offload.enabled = false, or split over mesh.dp and mesh.shard only",
+    ),
+    CompatibilityRule(
+        name="activations-on-disk-of-split-model",
+        keys=("activation.disk_dir", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
+        clashes=lambda plan: plan.activation.disk_dir is not None and _splits(plan),
+        reason="activations of replicas and shards are written to disk, not those of parts of a model or of a sequence",
+        way_out="leave activation.disk_dir out, or split over mesh.dp and mesh.shard only",
     ),
     CompatibilityRule(
         name="half-offloaded-shards",

@@ -100,6 +100,13 @@ class ActivationConfig(Section):
     offload_to_cpu: bool = False
     """Move the activations that are kept to host memory until backward needs them."""
 
+    disk_dir: str | None = Field(default=None, min_length=1)
+    """Directory of a mapped file to which the activations that are kept move until backward needs them; tensors under
+    64 KiB stay. Left out: no disk is used."""
+
+    disk_budget_gb: float = Field(default=256.0, gt=0)
+    """Disk space that a rank's activations may use in `disk_dir`."""
+
     @property
     def is_decided(self) -> bool:
         """Whether it is known which layers are recomputed; else the memory budget has to be looked at first."""
@@ -123,6 +130,12 @@ class ActivationConfig(Section):
                 "selective_layers",
                 f"{both[0]} is in activation.whole_layers and in activation.selective_layers",
                 "name each layer once: whole_layers recomputes all of it",
+            )
+        if self.offload_to_cpu and self.disk_dir is not None:
+            yield Problem(
+                "disk_dir",
+                "activation.offload_to_cpu and activation.disk_dir exclude each other",
+                "leave one of them out",
             )
 
 

@@ -188,8 +188,8 @@ class RankHoldings:
 
     def _kept_by_block(self, index: int) -> float:
         block = self.chain[index]
-        on_host = self.plan.activation.offload_to_cpu and self.device_type != "cpu"
-        if on_host:
+        activation = self.plan.activation
+        if activation.disk_dir is not None or (activation.offload_to_cpu and self.device_type != "cpu"):
             return 0.0
         if self.recomputed[index] is Recompute.WHOLE:
             return self._input(block)

@@ -25,12 +25,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 class MemoryBudget:
     """Counts the bytes of one kind of memory against its budget."""
 
-    def __init__(self, name: str, budget_bytes: int, *, setting: str) -> None:
+    def __init__(self, name: str, budget_bytes: int, *, setting: str, section: str = "offload") -> None:
         self.name = name
         self.limit_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._setting = setting
+        self._setting = f"{section}.{setting}"
+        state = ", choose a smaller offload.cpu_compression, or add a disk with offload.disk_dir"
+        self._way_out = state if section == "offload" else ""
 
     @property
     def free_bytes(self) -> int:
@@ -47,8 +49,7 @@ class MemoryBudget:
         if num_bytes > self.free_bytes:
             raise MemoryAllocationFailed(
                 f"{what} needs {num_bytes} bytes of {self.name}, but {self.free_bytes} of {self.limit_bytes} are left",
-                hint=f"raise offload.{self._setting} by at least {num_bytes - self.free_bytes} bytes, "
-                "choose a smaller offload.cpu_compression, or add a disk with offload.disk_dir",
+                hint=f"raise {self._setting} by at least {num_bytes - self.free_bytes} bytes{self._way_out}",
                 needed_bytes=num_bytes,
                 free_bytes=self.free_bytes,
                 budget_bytes=self.limit_bytes,
@@ -144,8 +145,9 @@ class DiskTier(StorageTier):
     step.
     """
 
-    def __init__(self, directory: str | Path, budget_bytes: int) -> None:
-        super().__init__(MemoryBudget("disk space", budget_bytes, setting="disk_budget_gb"))
+    def __init__(self, directory: str | Path, budget_bytes: int, *, section: str = "offload") -> None:
+        super().__init__(MemoryBudget("disk space", budget_bytes, setting="disk_budget_gb", section=section))
+        self._section = section
         self._directory = Path(directory)
         self._fd = _open_nameless(self._directory)
         self._end = 0
@@ -207,8 +209,7 @@ class DiskTier(StorageTier):
                 raise
             raise IoError(
                 f"the disk under {self._directory} has no room for {what}: {size} more bytes after {self._end}",
-                hint="free some space, point offload.disk_dir at a larger disk, or choose a smaller "
-                "offload.cpu_compression",
+                hint=f"free some space, or point {self._section}.disk_dir at a larger disk",
                 errno=error.errno,
                 disk_dir=str(self._directory),
                 needed_bytes=size,
