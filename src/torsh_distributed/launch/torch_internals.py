@@ -13,6 +13,7 @@ __all__, __getattr__, __dir__ = _exports(__name__)
 MEMBERS = {
     "torch._C._distributed_c10d._dump_fr_trace_json|_dump_nccl_trace_json": "torch's flight recorder",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "how far a group of torch has come",
+    "torch._dynamo": "what every optimizer imports, for the warm spare, which imports by name",
     "torch.distributed.distributed_c10d._world": "the groups of a worker, read without importing torch",
 }
 """By path, with the reason: they cannot be imported, or must not be here."""

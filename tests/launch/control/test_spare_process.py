@@ -20,7 +20,9 @@ from torsh_distributed.launch.local.worker_line import WorkerLine
 pytestmark = pytest.mark.ranks
 
 SCRIPT = """\
-import os, sys, torch
+import os, sys
+assert "torch._dynamo" in sys.modules, "every worker would import it when it makes an optimizer"
+import torch
 from torsh_distributed.launch.worker.raised_error import places_of
 print(os.environ["COLOUR"], os.getsid(0) == os.getpid(), sys.argv[1])
 print(*(os.path.basename(file) for file, _, _ in places_of(sys._getframe())))

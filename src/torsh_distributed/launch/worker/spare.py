@@ -26,6 +26,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _PRELOADED = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # any optimizer of torch imports it, and no worker is to do so once more
     "torsh_distributed.launch.worker.init",
 )
 
