@@ -330,8 +330,11 @@ def main() -> None:
         os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process's first optimizer step imports torch._dynamo, which takes over a second. Data-parallel jobs do not
-    # import the other strategies, which takes half a second per rank.
-    ours = ("torsh_distributed", "torsh_distributed.train", "torsh_distributed.parallel.composed")
+    # import the other strategies, which takes half a second per rank. Most worlds meet on our own backend.
+    ours = (
+        *("torsh_distributed", "torsh_distributed.train", "torsh_distributed.parallel.composed"),
+        *("torsh_distributed.comm.backends.hierarchical.group", "torsh_distributed.train.checkpointing"),
+    )
     heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours)
     for module in ("torch.distributed",) if sys.argv[2] == "1" else heavy:
         importlib.import_module(module)
