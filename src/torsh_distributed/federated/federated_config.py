@@ -20,6 +20,7 @@ from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import Se
 from torsh_distributed.federated.robust.base import RobustRule
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
+from torsh_distributed.federated.vector_codec import WHOLE, require_download_method, require_upload_method
 
 _NOISE_REACH = 8
 """Standard deviations: one value in 10**15 goes beyond."""
@@ -62,6 +63,15 @@ class FederatedConfig:
     privacy: CentralPrivacy | LocalPrivacy | None = None
     """Differential privacy of whole clients."""
 
+    upload: str = "none"
+    """The codec of updates, as in a plan: `int8`, `topk:0.01`. Fewer bytes, and an update that is only near."""
+
+    download: str = "none"
+    """The codec of the model: fp16, bf16, int8, nbit or natural. Clients begin with what they decode."""
+
+    error_feedback: bool = False
+    """Whether a client adds what its codec left out to its next update. It keeps a vector for that."""
+
     buffer: AsyncBuffer | None = None
     """Rounds that wait for nobody: each step of the model takes the updates that are there."""
 
@@ -88,6 +98,10 @@ class FederatedConfig:
             self.rule.require(self.min_clients)
         self._require_any_mean()
         self._require_bufferable()
+        require_upload_method(self.upload)
+        require_download_method(self.download)
+        if self.error_feedback and self.upload == WHOLE:
+            raise ConfigurationError("error_feedback has no effect without a codec", hint='such as upload="topk:0.01"')
         if isinstance(self.privacy, CentralPrivacy) != isinstance(self.selection, PoissonSelection):
             raise ConfigurationError(
                 "central privacy and PoissonSelection belong together: its account describes that sampling",

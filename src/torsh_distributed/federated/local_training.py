@@ -25,9 +25,12 @@ from torsh_distributed.federated.privacy.client_privacy import clipped
 from torsh_distributed.federated.privacy.secure_noise import noised
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.random_seeds import seed_everything
+from torsh_distributed.federated.vector_codec import WHOLE, decoded, encoded
 
 CONTROL = "control"
 """SCAFFOLD's name for its vectors, on the wire and in a client's state."""
+RESIDUAL = "residual"
+"""What a client's codec has left out so far, in its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,12 @@ class LocalWork:
     local_noise_std: float = 0.0
     secure: SecureAggregation | None = None
     """The update is put on its grid, and counts as often as it says."""
+    upload: str = WHOLE
+    """The codec of the update."""
+    codec_seed: int = 0
+    """Of the codec's random numbers."""
+    error_feedback: bool = False
+    """Whether what the codec leaves out is added to the client's next update."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +76,14 @@ class ClientUpdate:
     """Further vectors that the strategy averages."""
     figures: dict[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
+    message: Tensor | None = None
+    """What is sent in place of `delta`, which is then what the server makes of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its vectors, as they are sent."""
+        sent = self.delta if self.message is None else self.message
+        return sum(vector.nbytes for vector in (sent, *self.extras.values()))
 
 
 def train_client(
@@ -109,12 +126,18 @@ def train_client(
             hint="train with torch.optim, or choose strategy 'fedavg'",
             client=work.client,
         )
-    if work.control is None:
-        return update, {}
-    assert own_control is not None, "made above"
-    new_control = own_control - work.control - update.delta / steps.sum_of_rates
-    update.extras[CONTROL] = new_control - own_control
-    return update, {CONTROL: new_control}
+    new_state: dict[str, Tensor] = {}
+    if work.control is not None:
+        assert own_control is not None, "made above"
+        new_state[CONTROL] = own_control - work.control - delta / steps.sum_of_rates
+        update.extras[CONTROL] = new_state[CONTROL] - own_control
+    if work.upload != WHOLE:
+        whole = delta + state[RESIDUAL] if work.error_feedback and RESIDUAL in state else delta
+        update.message = encoded(work.upload, whole, work.codec_seed)
+        update.delta = decoded(work.upload, update.message, whole, work.codec_seed)
+        if work.error_feedback:
+            new_state[RESIDUAL] = whole - update.delta
+    return update, new_state
 
 
 class _LocalSteps:

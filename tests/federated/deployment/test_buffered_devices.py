@@ -14,7 +14,7 @@ from torch import nn
 from tests.federated.deployment.test_devices import DeviceTask, client, running, serving
 from tests.federated.small_task import Points
 from tests.federated.strategies.test_equations import EPOCHS, first_model, locally_trained, values_of
-from torsh_distributed.federated import AsyncBuffer, FederatedConfig
+from torsh_distributed.federated import AsyncBuffer, FederatedConfig, simulate
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
 pytestmark = [pytest.mark.ranks, pytest.mark.needs_library("cryptography")]
@@ -72,3 +72,27 @@ def test_a_late_device_counts_by_its_staleness(tmp_path: Path) -> None:
     torch.testing.assert_close(task.seen, x[1:], rtol=0, atol=1e-5)
     assert [record.figures["staleness"] for record in records] == [0, 0, 0, 1.5]
     assert all(isinstance(sent, int) for sent in results), results
+
+
+def test_codecs_and_their_feedback_on_devices_give_the_weights_of_virtual_clients(tmp_path: Path) -> None:
+    config = FederatedConfig(
+        rounds=4,
+        clients_per_round=3,
+        min_clients=3,
+        local_epochs=EPOCHS,
+        upload="topk:0.1",
+        download="fp16",
+        error_feedback=True,
+    )
+    virtual, real = DeviceTask(), DeviceTask()
+    simulated = simulate(virtual, num_clients=3, config=config).rounds
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path / "server", config))
+        clients = [client(server, tmp_path, f"d-{i}", token=server.new_token()) for i in range(3)]
+        with running(*clients) as results:
+            records = RoundLoop(real, config, server).run().rounds
+            server.close(is_done=True)
+    torch.testing.assert_close(real.seen, virtual.seen, rtol=0, atol=1e-6)
+    assert results == [4, 4, 4]
+    overhead = records[0].bytes_up - simulated[0].bytes_up
+    assert 0 < overhead < 3 * 400, "fields of the update beside its vector"

@@ -30,6 +30,11 @@ Buffer = Annotated[
 Secure = Annotated[
     bool, typer.Option("--secure-aggregation", help="The server gets the sum of the updates and no single one.")
 ]
+Upload = Annotated[str | None, typer.Option(help="The codec of updates: int8, topk:0.01 and so on.")]
+Download = Annotated[str | None, typer.Option(help="The codec of the model: fp16, bf16, int8 or nbit.")]
+Feedback = Annotated[
+    bool | None, typer.Option("--error-feedback", help="Clients add what a codec left out to their next update.")
+]
 Output = Annotated[
     Path | None, typer.Option(help="Keep the state after each round here, and the model; a later run goes on.")
 ]
@@ -54,6 +59,9 @@ def simulate_command(
     selection: SelectionName = None,
     buffer: Buffer = None,
     secure_aggregation: Secure = False,
+    upload: Upload = None,
+    download: Download = None,
+    error_feedback: Feedback = None,
     seed: Seed = None,
     dropout: Annotated[float, typer.Option(min=0, max=1, help="Probability that a client does not answer.")] = 0.0,
     stragglers: Annotated[
@@ -80,6 +88,9 @@ def simulate_command(
         min_clients=None if rule is None else rule_named(rule, hostile).fewest,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
         secure_aggregation=secure_aggregation,
+        upload=upload,
+        download=download,
+        error_feedback=error_feedback,
         seed=seed,
     )
     result = simulate(
@@ -113,6 +124,9 @@ def serve_command(
     selection: SelectionName = None,
     buffer: Buffer = None,
     secure_aggregation: Secure = False,
+    upload: Upload = None,
+    download: Download = None,
+    error_feedback: Feedback = None,
     seed: Seed = None,
 ) -> None:
     """Train with devices, which join over TLS."""
@@ -131,6 +145,9 @@ def serve_command(
         selection=selection,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
         secure_aggregation=secure_aggregation,
+        upload=upload,
+        download=download,
+        error_feedback=error_feedback,
         seed=seed,
     )
     result = serve_devices(

@@ -171,9 +171,9 @@ class DeviceClient:
         nonce, counted = checked_head(head, bytes, bytes)
         self._member = None
         try:
-            order = RoundOrder.from_plain(deserialize(bytes(payload)))
+            order = RoundOrder.of_message(deserialize(bytes(payload)), self._replica.read())
             self._require_privacy(order)
-            state = {} if order.control is None else self._memory.state_after(counted)
+            state = self._memory.state_after(counted) if order.keeps_state else {}
             work = order.work_of(self._name)
             update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
             if new_state:

@@ -63,7 +63,8 @@ def update_message(nonce: bytes, payload: bytes | memoryview) -> bytes:
 def pack_update(update: ClientUpdate) -> bytes:
     """An update as bytes."""
     plain = {name: getattr(update, name) for name in _UPDATE_FIELDS}
-    return serialize({**plain, "delta": update.delta, "extras": update.extras})
+    delta = update.delta if update.message is None else update.message
+    return serialize({**plain, "delta": delta, "extras": update.extras})
 
 
 def open_update(payload: bytes | memoryview) -> ClientUpdate:

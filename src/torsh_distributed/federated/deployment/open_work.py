@@ -40,7 +40,7 @@ class SharedRound:
     def take(self, device: str, nonce: bytes, update: ClientUpdate, num_bytes: int) -> None:
         """The device's answer."""
         self._waiting.discard(device)
-        if self._intake.take(update):
+        if self._intake.take_message(update):
             self.taken[device] = nonce
         self._intake.replies.bytes_up += num_bytes
 
@@ -109,7 +109,7 @@ class BufferedWork:
             intake = UpdateIntake(config.strategy, replace(answer.order, scale=scale), config.max_update_norm)
             if answer.update is None or not scale:
                 intake.replies.failures[answer.device] = answer.problem or buffer.too_old(staleness)
-            elif intake.take(answer.update):
+            elif intake.take_message(answer.update):
                 intake.replies.staleness = [staleness]
                 self.taken[answer.device] = answer.nonce
             intake.replies.bytes_up = answer.num_bytes

@@ -158,7 +158,7 @@ class RoundServer:
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these devices; returns when all have answered or left, or at the deadline."""
-        payload = serialize(order.plain())
+        payload = serialize(order.message())
         if order.secure is not None:
             return self._train_secretly(order, order.secure, payload, chosen)
         intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
@@ -204,7 +204,7 @@ class RoundServer:
         work, buffer = self._open, self._config.buffer
         assert isinstance(work, BufferedWork), "made with the config"
         assert buffer is not None, "the loop collects for a buffer only"
-        payload = serialize(order.plain())
+        payload = serialize(order.message())
         replies = RoundReplies()
         with self._changed:
             while True:

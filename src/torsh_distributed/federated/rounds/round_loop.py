@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.errors import CheckpointError, CommunicationError, InvalidArgument
+from torsh_distributed.errors import CheckpointError, CommunicationError, ConfigurationError, InvalidArgument
 from torsh_distributed.events import FederatedRoundEvent, emit
 from torsh_distributed.federated.async_buffer import AsyncBuffer
 from torsh_distributed.federated.client_selection import ClientFacts, PoissonSelection
@@ -23,8 +23,9 @@ from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.client_privacy import CentralNoise, CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.random_seeds import derived_seed, seed_everything
 from torsh_distributed.federated.rounds.round_file import RoundFile
-from torsh_distributed.federated.rounds.round_order import Cohort, RoundOrder, RoundReplies
+from torsh_distributed.federated.rounds.round_order import Cohort, RoundOrder, RoundReplies, model_seed
 from torsh_distributed.federated.update_sum import MeanUpdate
+from torsh_distributed.federated.vector_codec import WHOLE, decoded, encoded
 
 _MOST_REASONS = 5
 
@@ -72,6 +73,8 @@ class RoundLoop:
         seed_everything(derived_seed(config.seed, "model"))
         self._global = ModelVector(task.model())
         self._vector: Tensor = self._global.read()
+        if self._vector.dtype != torch.float32 and {config.upload, config.download} != {WHOLE}:
+            raise ConfigurationError("codecs are for models of float32", hint="leave upload and download at 'none'")
         self._records: list[RoundRecord] = []
         self._file = None if directory is None else RoundFile(directory)
         state = None if self._file is None else self._file.read()
@@ -170,11 +173,19 @@ class RoundLoop:
         )
 
     def _order(self, attempt: int) -> RoundOrder:
-        strategy, local = self._strategy, self._config.privacy
+        strategy, local, config = self._strategy, self._config.privacy, self._config
+        packed, model = None, self._vector
+        if config.download != WHOLE:
+            packed = encoded(config.download, self._vector, model_seed(self.next_round))
+            model = decoded(config.download, packed, self._vector, model_seed(self.next_round))
         return RoundOrder(
             round=self.next_round,
             attempt=attempt,
-            model=self._vector,
+            model=model,
+            packed_model=packed,
+            download=config.download,
+            upload=config.upload,
+            error_feedback=config.error_feedback,
             epochs=self._config.local_epochs,
             seed=derived_seed(self._config.seed, "attempt", attempt),
             proximal=strategy.proximal,

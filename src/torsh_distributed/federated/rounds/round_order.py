@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from torsh_distributed.errors import CompressionError
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.local_training import ClientUpdate, LocalWork
 from torsh_distributed.federated.privacy.client_privacy import clipped
@@ -17,10 +18,16 @@ from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import Se
 from torsh_distributed.federated.random_seeds import derived_seed
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.update_sum import UpdateSum
+from torsh_distributed.federated.vector_codec import WHOLE, decoded
 
 _MOST_SAMPLES = 10**9
 HandOut = Callable[[list[ClientFacts], int], list[str]]
 """Says who gets work now, from the idle clients and how many are busy; None of them twice with the same order."""
+
+
+def model_seed(round: int) -> int:
+    """Of the random numbers that the codec of a round's model draws."""
+    return derived_seed(round, "model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +48,12 @@ class RoundOrder:
     """The norm that the server clips updates to; clients then count equally."""
     keeps_updates: bool = False
     """Whether the server needs every update by itself, for a robust rule."""
+    packed_model: Tensor | None = None
+    """The message that `model` was decoded from, if it travels by a codec."""
+    download: str = WHOLE
+    upload: str = WHOLE
+    """The codecs of the model and of updates."""
+    error_feedback: bool = False
     scale: float = 1.0
     """What the server multiplies these updates with, for their staleness."""
     secure: SecureAggregation | None = None
@@ -52,10 +65,37 @@ class RoundOrder:
         return {**plain, "secure": None if self.secure is None else asdict(self.secure)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> RoundOrder:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """The order that `plain` made."""
         secure = plain["secure"]
         return cls(**{**plain, "secure": None if secure is None else SecureAggregation(**secure)})
+
+    def message(self) -> dict[str, Any]:
+        """What travels to a device: the model once, by its codec if it has one."""
+        return {**self.plain(), "model": None} if self.packed_model is not None else self.plain()
+
+    @classmethod
+    def of_message(cls, message: dict[str, Any], like: Tensor) -> Self:
+        """The order that `message` made; `like`: a vector of the model's size and dtype."""
+        packed = message["packed_model"]
+        if packed is not None:
+            message = {**message, "model": decoded(message["download"], packed, like, model_seed(message["round"]))}
+        return cls.from_plain(message)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its vectors, as they travel."""
+        model = self.model if self.packed_model is None else self.packed_model
+        return model.nbytes + (0 if self.control is None else self.control.nbytes)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients remember something from round to round."""
+        return self.control is not None or self.error_feedback
+
+    def codec_seed(self, client: str) -> int:
+        """Of the random numbers that the codec of a client's update draws."""
+        return derived_seed(self.seed, self.round, client, "codec")
 
     def work_of(self, client: str, epochs: int | None = None) -> LocalWork:
         """A client's part of it."""
@@ -70,6 +110,9 @@ class RoundOrder:
             local_clip=self.local_clip,
             local_noise_std=self.local_noise_std,
             secure=self.secure,
+            upload=self.upload,
+            codec_seed=self.codec_seed(client),
+            error_feedback=self.error_feedback,
         )
 
 
@@ -147,6 +190,17 @@ class UpdateIntake:
         self._order = order
         self._max_norm = max_norm
         self.replies = RoundReplies()
+
+    def take_message(self, update: ClientUpdate) -> bool:
+        """Add an update whose delta is still as it travelled; otherwise as `take`."""
+        order = self._order
+        if order.upload != WHOLE:
+            try:
+                update.delta = decoded(order.upload, update.delta, order.model, order.codec_seed(update.client))
+            except CompressionError as error:
+                self.replies.failures[update.client] = error.message
+                return False
+        return self.take(update)
 
     def take(self, update: ClientUpdate) -> bool:
         """Add an update; whether it counts. If not, `replies.failures` says why."""

@@ -100,6 +100,7 @@ class ClientProcesses:
             figures=answer["figures"],
             measured={client: (samples, speed) for client, (samples, speed) in answer["measured"].items()},
         )
+        replies.bytes_up, replies.bytes_down = answer["bytes_up"], answer["bytes_down"]
         return TrainedShare(replies=replies, states=answer["states"])
 
     def _ended(self, pipe: Connection) -> ProcessFailure:
@@ -161,6 +162,8 @@ def _answer(
         "failures": share.replies.failures,
         "figures": {name: [list(pair) for pair in pairs] for name, pairs in share.replies.figures.items()},
         "measured": {client: list(pair) for client, pair in share.replies.measured.items()},
+        "bytes_up": share.replies.bytes_up,
+        "bytes_down": share.replies.bytes_down,
         "states": share.states,
     }
 

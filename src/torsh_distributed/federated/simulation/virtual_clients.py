@@ -90,6 +90,7 @@ class VirtualClients:
         """Train these clients, one after the other."""
         intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
         share = TrainedShare(replies=intake.replies)
+        intake.replies.bytes_down = order.num_bytes * len(clients)
         for client in clients:
             epochs = self._availability.epochs_of(order, client)
             if epochs is None:
@@ -122,5 +123,6 @@ class VirtualClients:
         except Exception as error:  # of the task's own code, on this client's data
             intake.replies.failures[client] = f"{type(error).__name__}: {first_line(error)}"
             return
+        intake.replies.bytes_up += update.num_bytes
         if intake.take(update):
             share.states[client] = new_state
