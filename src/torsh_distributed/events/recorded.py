@@ -71,6 +71,8 @@ def _fits(name: str, value: Any, annotation: str) -> bool:
         return "None" in annotation
     if isinstance(value, tuple):
         return "tuple" in annotation and all(_is_entry(one, annotation) for one in value)
+    if isinstance(value, Mapping):
+        return "dict[str, " in annotation and all(_is_number(one, annotation) for one in value.values())
     if isinstance(value, bool):
         return "bool" in annotation
     if isinstance(value, str):
@@ -81,6 +83,13 @@ def _fits(name: str, value: Any, annotation: str) -> bool:
         # A loss may be nan; a duration may not.
         return "float" in annotation and (math.isfinite(value) or not name.endswith("_s"))
     return False
+
+
+def _is_number(value: Any, annotation: str) -> bool:
+    """Whether a value may stand in a dict of such numbers; a figure may be nan."""
+    if isinstance(value, float):
+        return "float" in annotation
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
 def _is_entry(value: Any, annotation: str) -> bool:

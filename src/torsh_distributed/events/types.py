@@ -466,6 +466,8 @@ class FederatedRoundEvent(Event):
     duration_s: float
     epsilon: float | None = None
     """Of differential privacy, after this round."""
+    num_planned: int | None = None
+    """How many rounds the run is to have."""
 
 
 _EVENT_TYPES: tuple[type[Event], ...] = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Train on clients whose data stay where they are.", add_completion=False, no_args_is_help=True)
 
+_TABLE_ROUNDS = 20
 Task = Annotated[Path, typer.Argument(help="A Python file with a FederatedTask.")]
 Rounds = Annotated[int | None, typer.Option(min=0, help="How many rounds; the task's config says it by default.")]
 PerRound = Annotated[int | None, typer.Option(min=1, help="How many clients are asked in a round.")]
@@ -93,15 +96,16 @@ def simulate_command(
         error_feedback=error_feedback,
         seed=seed,
     )
-    result = simulate(
-        task if workers > 1 else loaded,
-        num_clients=clients,
-        config=config,
-        num_workers=workers,
-        availability=Availability(dropout=dropout, stragglers=stragglers),
-        directory=output,
-        on_round=_print_round,
-    )
+    with _events_written():
+        result = simulate(
+            task if workers > 1 else loaded,
+            num_clients=clients,
+            config=config,
+            num_workers=workers,
+            availability=Availability(dropout=dropout, stragglers=stragglers),
+            directory=output,
+            on_round=_print_round,
+        )
     _finish(result, output)
 
 
@@ -150,18 +154,19 @@ def serve_command(
         error_feedback=error_feedback,
         seed=seed,
     )
-    result = serve_devices(
-        loaded,
-        config=config,
-        directory=directory,
-        host=host,
-        port=port,
-        num_tokens=tokens,
-        revoked=revoke or [],
-        deadline_s=deadline_s,
-        say=typer.echo,
-        on_round=_print_round,
-    )
+    with _events_written():
+        result = serve_devices(
+            loaded,
+            config=config,
+            directory=directory,
+            host=host,
+            port=port,
+            num_tokens=tokens,
+            revoked=revoke or [],
+            deadline_s=deadline_s,
+            say=typer.echo,
+            on_round=_print_round,
+        )
     _finish(result, directory)
 
 
@@ -239,6 +244,21 @@ def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
     return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
+@contextlib.contextmanager
+def _events_written() -> Iterator[None]:
+    """Rounds as events in TORSH_EVENTS_DIR, for `torsh dashboard` and its report; nothing without it."""
+    import os
+
+    directory = os.environ.get("TORSH_EVENTS_DIR")
+    if not directory:
+        yield
+        return
+    from torsh_distributed.events import JsonlSink
+
+    with JsonlSink(directory):
+        yield
+
+
 def _print_round(record: RoundRecord) -> None:
     figures = "  ".join(f"{name} {value:.4f}" for name, value in record.figures.items())
     if record.epsilon is not None:
@@ -247,7 +267,31 @@ def _print_round(record: RoundRecord) -> None:
     typer.echo(f"round {record.round}: {record.num_updates} of {record.num_chosen} clients  {figures}{lost}")
 
 
+def _print_table(rounds: list[RoundRecord]) -> None:
+    """The last rounds; of a longer run the first one, too."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = rounds if len(rounds) <= _TABLE_ROUNDS else [rounds[0], *rounds[1 - _TABLE_ROUNDS :]]
+    names = [name for name in shown[-1].figures if not name.startswith("client_")]
+    table = Table("round", "clients", "up KB", "down KB", "seconds", *names, "ε", box=None)
+    for record in shown:
+        figures = [f"{record.figures[name]:.4f}" if name in record.figures else "" for name in names]
+        table.add_row(
+            str(record.round),
+            f"{record.num_updates}/{record.num_chosen}",
+            f"{record.bytes_up / 1024:.1f}",
+            f"{record.bytes_down / 1024:.1f}",
+            f"{record.duration_s:.2f}",
+            *figures,
+            "" if record.epsilon is None else f"{record.epsilon:.3f}",
+        )
+    Console().print(table)
+
+
 def _finish(result: FederatedResult, output: Path | None) -> None:
+    if result.rounds:
+        _print_table(result.rounds)
     seconds = sum(record.duration_s for record in result.rounds)
     typer.echo(f"{len(result.rounds)} rounds in {seconds:.1f} s")
     if result.stopped is not None:

@@ -120,7 +120,7 @@ class RoundLoop:
         )
         self._records.append(record)
         self._keep()
-        emit(FederatedRoundEvent(**asdict(record)))
+        emit(FederatedRoundEvent(**asdict(record), num_planned=self._config.rounds))
         return record
 
     def _updates_of_round(self) -> tuple[RoundOrder, list[str], RoundReplies]:

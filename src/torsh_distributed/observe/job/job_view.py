@@ -18,6 +18,7 @@ from torsh_distributed import events
 from torsh_distributed.events.recorded import event_of
 from torsh_distributed.observe.job.energy_account import EnergyAccount
 from torsh_distributed.observe.job.energy_summary import schedule_text
+from torsh_distributed.observe.job.federated_account import FederatedAccount
 from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
@@ -121,6 +122,7 @@ class JobView:
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
         self.energy = EnergyAccount()
+        self.federated = FederatedAccount()
         self.num_failures = 0
         self.num_regroupings = 0
         self.newest_step: StepRecord | None = None
@@ -151,6 +153,8 @@ class JobView:
                 self._take_membership(message)
             elif kind in ("energy", "carbon", "schedule", "budget", "alert"):
                 self._take_energy(message)
+            elif kind == "federated_round":
+                self._take_round(message)
             else:
                 self.num_dropped += 1
 
@@ -236,6 +240,17 @@ class JobView:
             self.incidents.append(events.to_record(event))
         else:
             self.num_dropped += 1
+
+    def _take_round(self, message: Mapping[str, Any]) -> None:
+        event = event_of(message)
+        if not isinstance(event, events.FederatedRoundEvent):
+            self.num_dropped += 1
+            return
+        self.federated.take(event)
+        if event.num_planned is not None and event.round + 1 >= event.num_planned:
+            self.header.state, self.header.ended = "finished", event.time
+        elif self.header.state == "starting":
+            self.header.state = "running"
 
     def _take_header(self, message: Mapping[str, Any]) -> None:
         for name in ("run_id", "command"):
@@ -343,6 +358,7 @@ class JobView:
                 values["torsh_world_size", ()] = size
             for found in self.stragglers.stragglers:
                 values["torsh_straggler", (str(found.rank),)] = 1
+            values.update(self.federated.values())
         values.update(energy_values(self))
         for source in self.job_value_sources:
             values.update(source())

@@ -60,6 +60,7 @@ def page_state(
             "checkpoints": [one for one in view.incidents if one["type"] == "checkpoint"][-20:],
             **view.derived("advice", advice_rows, max_age_s=_ADVICE_AGE_S),
             "energy": _energy(view),
+            "federated": view.federated.summary(),
             "course": view.derived("course", lambda one: training_course(one).to_dict(), max_age_s=_ADVICE_AGE_S),
             "alerts": list(alerts),
             "anomalies": list(anomalies),

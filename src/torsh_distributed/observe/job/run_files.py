@@ -17,6 +17,10 @@ from torsh_distributed.observe.metrics.rank_reporter import summary_packet
 _RANK_FILE = re.compile(r"rank-(\d{1,6})(\.older)?\.jsonl")
 _LAUNCHER_FILE = re.compile(r"launcher-\d+\.jsonl")
 _READ_BYTES = 1 << 22
+_OF_THE_JOB = (
+    events.EnergyEvent | events.CarbonEvent | events.ScheduleEvent | events.BudgetEvent | events.FederatedRoundEvent
+)
+"""Events that are about no rank."""
 _STEPS_A_PACKET = 100
 
 
@@ -128,7 +132,7 @@ class EventFiles:
                 self.view.num_dropped += 1
                 continue
             self._note_start(event)
-            if isinstance(event, events.EnergyEvent | events.CarbonEvent):  # of a rank without our launcher
+            if isinstance(event, _OF_THE_JOB):  # of a rank without our launcher
                 self.view.take(record)
                 continue
             replay.take(event)
@@ -147,8 +151,10 @@ class EventFiles:
             event = event_of(record)
             if isinstance(event, events.AlertEvent):
                 self.view.incidents.append(events.to_record(event))
-            if isinstance(event, events.EnergyEvent | events.CarbonEvent | events.ScheduleEvent | events.BudgetEvent):
+            if isinstance(event, _OF_THE_JOB):
                 self.view.take(record)
+            if isinstance(event, events.FederatedRoundEvent):
+                self._note_start(event)
             if not isinstance(event, events.MembershipEvent):
                 continue
             self._note_start(event)

@@ -168,7 +168,17 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_budget_ratio", gauge, ratio, "Spent part of a budget.", "energy", ("budget",), job),
         define("torsh_carbon_intensity", gauge, "", "Grams of CO2 a kWh that count now.", "energy", (), job),
     )
-    return training + compute + communication + memory + data + state + machine + whole + energy
+    name = "federated"
+    federated = (
+        define("torsh_federated_rounds", counter, "", "Rounds that count.", name, (), job),
+        define("torsh_federated_updates", counter, "", "Updates of clients that count.", name, (), job),
+        define("torsh_federated_lost_updates", counter, "", "Clients asked that did not count.", name, (), job),
+        define("torsh_federated_bytes", counter, size, "Between clients and server.", name, ("direction",), job),
+        define("torsh_federated_round_seconds", gauge, seconds, "Of the last round.", name, (), job),
+        define("torsh_federated_epsilon", gauge, "", "Of differential privacy, so far.", name, (), job),
+        define("torsh_federated_figure", gauge, "", "Of the global model, by name.", name, ("figure",), job),
+    )
+    return training + compute + communication + memory + data + state + machine + whole + energy + federated
 
 
 CATALOGUE: Mapping[str, MetricDefinition] = {definition.name: definition for definition in _table()}

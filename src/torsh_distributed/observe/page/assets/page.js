@@ -262,6 +262,14 @@
       ...energy.meters.map((one) => [`node ${one.node}, ${one.meter}`, `${joules(one.joules)}, ${short(one.newest_w)} W, ${one.source}${one.is_measured ? "" : ", estimated"}${one.detail ? `: ${one.detail}` : ""}`]), ...energy.notes.map((note) => ["note", note])];
     table("energy", [["", (row) => row[0]], ["", (row) => row[1]]], rows, "none");
   }
+  function drawFederated(run) {
+    byId("federated-section").hidden = !run;
+    if (!run) return;
+    const told = (one) => Object.entries(one).map(([name, value]) => `${name} ${short(value)}`).join(", ");
+    put("federated-total", `${count(run.num_rounds)} of ${count(run.num_planned)} rounds · ${count(run.num_updates)} updates, ${count(run.num_lost)} did not count · ${bytes(run.bytes_up)} up, ${bytes(run.bytes_down)} down${isNumber(run.epsilon) ? ` · ε ${short(run.epsilon)}` : ""}`);
+    table("federated", [["round", (row) => count(row.round), true], ["clients", (row) => `${row.num_updates} of ${row.num_chosen}`], ["attempts", (row) => count(row.num_attempts), true], ["took", (row) => seconds(row.duration_s), true],
+      ["up", (row) => bytes(row.bytes_up), true], ["down", (row) => bytes(row.bytes_down), true], ["ε", (row) => short(row.epsilon), true], ["figures", (row) => told(row.figures)], ["did not count", (row) => Object.entries(row.failures).map(([why, times]) => `${times} × ${why}`).join("; ")]], [...run.rounds].reverse(), "none yet");
+  }
   function drawAlerts(alerts) {
     byId("alerts-section").hidden = !alerts.length;
     put("alerts", ...alerts.map((alert) => {
@@ -310,6 +318,7 @@
     drawAdvice(state);
     drawCourse(state.course);
     drawEnergy(state.energy);
+    drawFederated(state.federated);
     table("checkpoints", [["time", (row) => clock(row.time)], ["what", (row) => row.action], ["step", (row) => count(row.step), true], ["took", (row) => seconds(row.duration_s), true],
       ["size", (row) => bytes(row.num_bytes), true], ["where", (row) => row.error || row.path || ""]], [...state.checkpoints].reverse(), "none yet");
     byId("anomalies-section").hidden = !state.anomalies.length;
