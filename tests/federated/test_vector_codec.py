@@ -13,7 +13,7 @@ from tests.federated.strategies.test_equations import EPOCHS, first_model, local
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.registry import codec_names, make_codec
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.federated import FederatedConfig, Scaffold, simulate
+from torsh_distributed.federated import FederatedConfig, Scaffold, SecureAggregation, simulate
 from torsh_distributed.federated.random_seeds import derived_seed
 from torsh_distributed.federated.rounds.round_order import model_seed
 
@@ -96,6 +96,8 @@ def test_what_cannot_be_is_refused() -> None:
         config(download="topk:0.1")
     with pytest.raises(ConfigurationError, match="error_feedback has no effect without a codec"):
         config(error_feedback=True)
+    with pytest.raises(ConfigurationError, match="upload is a codec of single updates, which secure aggregation hides"):
+        config(upload="int8", secure_aggregation=SecureAggregation(), min_clients=3)
     with pytest.raises(ConfigurationError, match="'int7' is unknown"):
         config(upload="int7")
 

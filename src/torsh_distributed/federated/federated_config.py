@@ -121,6 +121,7 @@ class FederatedConfig:
             f"{self.strategy.name} averages more than updates": not self.strategy.takes_any_mean,
             "a buffer weights single updates by their age": self.buffer is not None,
             "max_update_norm is the length of single updates": self.max_update_norm is not None,
+            "upload is a codec of single updates": self.upload != WHOLE,
             f"selection {self.selection.name!r} goes by what single clients report": isinstance(
                 self.selection, AdaptiveSelection | ComputeSelection | DataSelection
             ),

@@ -176,7 +176,7 @@ class _SimulatedCohort:
         self._facts = {facts.client: facts for facts in kept}
         self._states = state["states"]
         self._clock = VirtualClock(*state["clock"])
-        self._orders = {(order["round"], order["attempt"]): RoundOrder(**order) for order in state["orders"]}
+        self._orders = {(order["round"], order["attempt"]): RoundOrder.from_plain(order) for order in state["orders"]}
 
     def close(self) -> None:
         """End the workers."""

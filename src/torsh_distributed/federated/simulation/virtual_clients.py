@@ -123,6 +123,7 @@ class VirtualClients:
         except Exception as error:  # of the task's own code, on this client's data
             intake.replies.failures[client] = f"{type(error).__name__}: {first_line(error)}"
             return
-        intake.replies.bytes_up += update.num_bytes
+        if order.secure is None:  # masked sums have messages of their own, which a simulation does not make
+            intake.replies.bytes_up += update.num_bytes
         if intake.take(update):
             share.states[client] = new_state
