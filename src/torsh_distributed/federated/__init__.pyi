@@ -34,6 +34,7 @@ from torsh_distributed.federated.robust.by_distance import NormClipping as NormC
 from torsh_distributed.federated.rounds.round_loop import FederatedResult as FederatedResult
 from torsh_distributed.federated.rounds.round_loop import RoundRecord as RoundRecord
 from torsh_distributed.federated.simulation.simulate import simulate as simulate
+from torsh_distributed.federated.simulation.tiered_task import TieredTask as TieredTask
 from torsh_distributed.federated.simulation.virtual_clients import Availability as Availability
 from torsh_distributed.federated.strategies.adaptive_server import FedAdagrad as FedAdagrad
 from torsh_distributed.federated.strategies.adaptive_server import FedAdam as FedAdam
