@@ -19,6 +19,9 @@ BEST_PLAN = "torsh_distributed.planner.search.auto_plan:best_plan"
 PLAN_AND_REASON = "torsh_distributed.planner.search.auto_plan:plan_and_reason"
 """`train`: `parallelize` asks the planner beside it for a plan, in jobs that were started with `--plan auto`."""
 
+PREDICTED_PARTS = "torsh_distributed.planner.forecast.run_learning:predicted_parts"
+"""`train`: in a recorded job, `parallelize` notes what the planner beside it says of a step."""
+
 MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
 """`train`: `parallelize` asks the planner beside it whether a model fits, for devices and models where it matters."""
 

@@ -437,6 +437,21 @@ class AlertEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionEvent(Event):
+    """What the planner said of a step before the first one, from rates alone: without corrections by past runs."""
+
+    kind: ClassVar[str] = "prediction"
+
+    model: str
+    mesh: str
+    compute_s: float
+    wait_s: float
+    """Communication that computation does not hide."""
+    optimizer_s: float
+    bubble_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogEvent(Event):
     """A log message, kept with the numbers."""
 
@@ -494,6 +509,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     DecisionEvent,
     SuggestionEvent,
     AlertEvent,
+    PredictionEvent,
     LogEvent,
     FederatedRoundEvent,
 )

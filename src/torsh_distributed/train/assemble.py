@@ -35,6 +35,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer
 from torsh_distributed.train.comparing.forward_changes import ForwardChanges
+from torsh_distributed.train.efficiency.predicted_step import emit_prediction
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.gradient_hooks import GradientHooks
 from torsh_distributed.train.job_changes.automatic_plan import plan_of_job
@@ -96,6 +97,7 @@ def parallelize(
     check_same_model(model)
     chosen = _with_recomputation(model, chosen, settings["optimizer"]["class"], example)
     _warn_of_memory(model, chosen, settings["optimizer"]["class"])
+    emit_prediction(model, chosen, optimizer=settings["optimizer"]["class"], example=example)
     num_passes = chosen.training.gradient_accumulation
     hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
     stored = _stored_weights(model, weights, param_init_fn)

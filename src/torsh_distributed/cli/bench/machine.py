@@ -49,7 +49,8 @@ def machine(
     """Measure products, attention, memory, launches, the update and links, and keep them for the planner.
 
     Each number of ranks is measured by itself, all ranks at work at the same time; a plan for so many ranks on this
-    machine then uses it. Takes some seconds for each.
+    machine then uses it. Takes some seconds for each. What recorded runs have taught is forgotten: it
+    was about the rates of before.
     """
     counts = _counts(ranks)
     path = output or machine_path()

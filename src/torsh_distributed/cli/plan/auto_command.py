@@ -120,6 +120,8 @@ def _table(plans: list[RankedPlan], batch: int) -> Table:
 
 def _notes(ranking: Ranking, machine: MachineProfile, *, rejected: bool) -> list[str]:
     lines = [f"{ranking.num_tried} plans tried, {len(ranking.plans)} layouts fit, on {machine.name}"]
+    if ranking.plans and ranking.plans[0].time.learned():
+        lines.append(ranking.plans[0].time.learned())
     if ranking.plans and ranking.plans[0].time.not_measured:
         lines.append(f"not measured: {', '.join(ranking.plans[0].time.not_measured)}")
     if rejected:

@@ -40,10 +40,23 @@ def recorded(trace: Path, limit_mb: float, *, arguments: list[str]) -> Iterator[
     try:
         typer.echo(f"torsh run: {merged(trace, trace / 'trace.json', limit_mb=limit_mb)}", err=True)
         typer.echo(f"torsh run: `torsh why {trace}` says where the time went", err=True)
+        _learn(trace)
     except IoError as error:
         # The job's own end is what counts: a script without events has no timeline.
         print_error(error)
         sys.stderr.flush()
+
+
+def _learn(trace: Path) -> None:
+    """Keep how far off the prediction was, if the job made one."""
+    files = (trace / "events").glob("rank-0*.jsonl")
+    if not any(b'"prediction"' in path.read_bytes() for path in files):
+        return  # the planner imports torch, which takes a second
+    from torsh_distributed.planner.forecast.run_learning import keep_run
+
+    told = keep_run(trace)
+    if told is not None:
+        typer.echo(f"torsh run: {told}", err=True)
 
 
 def own_arguments() -> list[str]:

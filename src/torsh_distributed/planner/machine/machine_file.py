@@ -19,10 +19,12 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.reading.files import write_atomically
 from torsh_distributed.planner.machine.link_measuring import Interference
 from torsh_distributed.planner.machine.measured_rates import OperationRates, ProductTable, SizeTable
+from torsh_distributed.planner.machine.past_runs import NO_RUNS, PARTS, PastRun, PastRuns
 from torsh_distributed.private_files import state_directory
 from torsh_distributed.unreadable_data import unreadable_as
 
 FORMAT = 1
+_MOST_RUNS = 200
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -46,12 +48,15 @@ class MachineFile:
 
     fingerprint: Mapping[str, str]
     by_ranks: Mapping[int, Measurement]
+    past: PastRuns = NO_RUNS
+    """Recorded runs since then, beside what was predicted of them."""
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         found = {str(count): asdict(one) for count, one in sorted(self.by_ranks.items())}
-        document = {"format": FORMAT, "fingerprint": dict(self.fingerprint), "by_ranks": found}
+        runs = [asdict(one) for one in self.past.runs[-_MOST_RUNS:]]
+        document = {"format": FORMAT, "fingerprint": dict(self.fingerprint), "by_ranks": found, "runs": runs}
         write_atomically(path, json.dumps(document, indent=1) + "\n")
 
     @classmethod
@@ -67,6 +72,7 @@ class MachineFile:
             return cls(
                 document["fingerprint"],
                 {int(one): measurement_from(found) for one, found in document["by_ranks"].items()},
+                PastRuns(tuple(_run(one) for one in document.get("runs", []))),
             )
 
     def differences(self) -> list[str]:
@@ -126,6 +132,17 @@ def measurement_from(found: Mapping[str, Any]) -> Measurement:
         ),
         collectives={name: _table(one) for name, one in found["collectives"].items()},
         interference=None if interference is None else Interference(**interference),
+    )
+
+
+def _run(found: Mapping[str, Any]) -> PastRun:
+    predicted, measured = ({part: float(found[name][part]) for part in PARTS} for name in ("predicted_s", "measured_s"))
+    return PastRun(
+        date=str(found["date"]),
+        what=str(found["what"]),
+        num_ranks=int(found["num_ranks"]),
+        predicted_s=predicted,
+        measured_s=measured,
     )
 
 

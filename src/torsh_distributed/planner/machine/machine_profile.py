@@ -12,6 +12,7 @@ from typing import Any
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan.problems import did_you_mean
 from torsh_distributed.planner.machine.measured_rates import OperationRates, SizeTable
+from torsh_distributed.planner.machine.past_runs import NO_RUNS, PastRuns
 
 NOT_MEASURED = "not measured"
 
@@ -79,6 +80,8 @@ class MachineProfile:
     """How much of the shorter of two, a computation and a communication at the same time, costs nothing: 0 to 1."""
     rates: OperationRates | None = None
     """Measured times of operations by shape and size, which then count in place of `flops` and `memory_rate`."""
+    past: PastRuns = NO_RUNS
+    """Recorded runs, which predictions are corrected by."""
 
     def link(self, num_ranks_apart: int) -> DeviceLink:
         """What connects ranks of which the outermost are so many places apart."""

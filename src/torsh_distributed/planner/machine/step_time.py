@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torsh_distributed.parallel.mesh.layout import MESH_ORDER
 from torsh_distributed.plan import Plan
@@ -14,6 +14,7 @@ from torsh_distributed.plan.compatibility.axis_rules import shards_params
 from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.machine.machine_profile import DeviceLink, MachineProfile
 from torsh_distributed.planner.machine.operation_times import OperationTimes, RankShare
+from torsh_distributed.planner.machine.past_runs import PART_OF, parts_of
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
 from torsh_distributed.planner.memory.rank_holdings import ITEMSIZE, Recompute, recomputed_blocks, samples_per_pass
 from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, stage_parts
@@ -35,11 +36,33 @@ class StepTime:
     terms: Mapping[str, float]
     """Seconds by term. Communication counts as far as computation does not hide it."""
     not_measured: tuple[str, ...]
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    """By part of a step, what past runs have multiplied its terms with; empty before there are any."""
+    num_runs: int = 0
+    """Past runs that the corrections are from."""
+    interval: tuple[float, float] | None = None
+    """Between which multiples of the total 90 % of runs are; None before there are enough."""
 
     @property
     def total_s(self) -> float:
         """Of the whole step."""
         return sum(self.terms.values())
+
+    def uncorrected(self) -> dict[str, float]:
+        """The seconds by part that follow from rates alone."""
+        found = parts_of(self.terms)
+        return {part: seconds / self.corrections.get(part, 1.0) for part, seconds in found.items()}
+
+    def learned(self) -> str:
+        """What past runs have changed, and how far off they were, in a sentence; empty before there are any."""
+        if not self.num_runs:
+            return ""
+        by = ", ".join(f"{part} × {factor:.2f}" for part, factor in self.corrections.items())
+        runs = f"{self.num_runs} recorded run{'s' if self.num_runs > 1 else ''}"
+        if self.interval is None:
+            return f"corrected by {runs}: {by}; an interval needs three"
+        low, high = self.interval
+        return f"corrected by {runs}: {by}; 90 % of runs take {low:.2f} to {high:.2f} times what is said"
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,7 @@ class StepPredictor:
         self._profile, self._machine, self._optimizer = profile, machine, optimizer
         self._times: dict[str, OperationTimes] = {}
         self._counted: Counted = {}
+        self._learned: dict[int, tuple[Mapping[str, float], tuple[float, float] | None]] = {}
 
     def step_time(self, plan: Plan) -> StepTime:
         """The time of a step for a plan that is valid and resolved for its world.
@@ -97,7 +121,12 @@ class StepPredictor:
     def _prediction(self, plan: Plan) -> _Prediction:
         dtype = plan.precision.dtype
         times = self._times.setdefault(dtype, OperationTimes(self._machine, dtype))
-        return _Prediction(self._profile, plan, self._machine, self._optimizer, times, self._counted)
+        num_ranks = math.prod(plan.mesh.degrees.values())
+        if num_ranks not in self._learned:
+            past = self._machine.past
+            self._learned[num_ranks] = past.factors(num_ranks), past.interval(num_ranks)
+        factors, interval = self._learned[num_ranks]
+        return _Prediction(self._profile, plan, self._machine, self._optimizer, times, self._counted, factors, interval)
 
 
 @dataclass
@@ -108,6 +137,9 @@ class _Prediction:
     optimizer: OptimizerProfile
     times: OperationTimes
     counted: Counted
+    factors: Mapping[str, float]
+    """What past runs multiply a part of a step with."""
+    interval: tuple[float, float] | None
 
     def __post_init__(self) -> None:
         self.mesh = self.plan.mesh
@@ -251,12 +283,17 @@ class _Prediction:
         terms["gathering"] = passes * microbatches * gathering
         terms["averaging"] = slowest["averaging"]
         terms["update"] = self._update_s(ranks)
+        past, num_ranks = self.machine.past, math.prod(self.mesh.degrees.values())
         return StepTime(
-            {name: seconds for name, seconds in terms.items() if seconds > 0},
-            tuple(
-                self.machine.not_measured(plan.precision.dtype, with_links=math.prod(self.mesh.degrees.values()) > 1)
-            ),
+            {name: seconds * self._factor(PART_OF[name]) for name, seconds in terms.items() if seconds > 0},
+            tuple(self.machine.not_measured(plan.precision.dtype, with_links=num_ranks > 1)),
+            self.factors,
+            len(past.like(num_ranks)),
+            self.interval,
         )
+
+    def _factor(self, part: str) -> float:
+        return self.factors.get(part, 1.0)
 
     def phases(self) -> StepPhases:
         """The step as phases."""
@@ -264,22 +301,23 @@ class _Prediction:
         terms = [self.rank_terms(parts) for parts in every]
         axes = ("tp", "cp", "ep", *(("shard",) if self.is_sharded else ()))
         averaging = ("dp", "shard", "ep", "cp")
+        compute, wait = self._factor("compute"), self._factor("wait")
         return StepPhases(
             stages=tuple(
                 StagePhases(
-                    forward_s=one["forward"],
-                    forward_waits_s=one["split layers"] / 2 + one["gathering"],
-                    backward_s=one["backward"] + one["recompute"],
-                    backward_waits_s=one["split layers"] / 2 + one["gathering in backward"],
+                    forward_s=compute * one["forward"],
+                    forward_waits_s=wait * (one["split layers"] / 2 + one["gathering"]),
+                    backward_s=compute * (one["backward"] + one["recompute"]),
+                    backward_waits_s=wait * (one["split layers"] / 2 + one["gathering in backward"]),
                     num_blocks=sum(part.end - part.first for part in parts),
                 )
                 for one, parts in zip(terms, every, strict=True)
             ),
             block_axes=tuple(axis for axis in axes if getattr(self.mesh, axis) > 1),
-            send_s=self._send_s() if self.mesh.pp > 1 else 0.0,
+            send_s=wait * self._send_s() if self.mesh.pp > 1 else 0.0,
             averaging_axes=tuple(axis for axis in averaging if getattr(self.mesh, axis) > 1),
-            averaging_s=max(one["averaging"] for one in terms),
-            update_s=self._update_s(self._ranks()),
+            averaging_s=wait * max(one["averaging"] for one in terms),
+            update_s=self._factor("optimizer") * self._update_s(self._ranks()),
         )
 
     def _send_s(self) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from torsh_distributed.planner.machine.machine_file import MachineFile, Measurement, machine_path
 from torsh_distributed.planner.machine.machine_profile import NOT_MEASURED, DeviceLink, MachineProfile, Rate
+from torsh_distributed.planner.machine.past_runs import NO_RUNS, PastRuns
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ def known_machine(num_ranks: int, *, path: Path | None = None) -> MachineProfile
     if stale:
         _log.warning("%s is not used, it is of another machine (%s): torsh bench machine", path, "; ".join(stale))
         return None
-    return measured_machine(file.by_ranks[num_ranks]) if num_ranks in file.by_ranks else None
+    return measured_machine(file.by_ranks[num_ranks], file.past) if num_ranks in file.by_ranks else None
 
 
-def measured_machine(found: Measurement) -> MachineProfile:
-    """The machine as it was measured with some ranks on it."""
+def measured_machine(found: Measurement, past: PastRuns = NO_RUNS) -> MachineProfile:
+    """The machine as it was measured with some ranks on it, and what runs on it have taught since."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     rates, source = found.rates, f"measured {found.date}, spread {found.spread:.0%}"
     elementwise = rates.families["elementwise"]
@@ -68,6 +69,7 @@ def measured_machine(found: Measurement) -> MachineProfile:
         devices_per_node=max(found.num_ranks, torch.cuda.device_count()),
         overlap=Rate(0.0 if interference is None else interference.overlap, source),
         rates=rates,
+        past=past,
     )
 
 
