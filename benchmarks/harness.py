@@ -26,6 +26,8 @@ class Unit(StrEnum):
     LOSS = "loss"
     JOULES = "J"
     GRAMS = "g"
+    ERROR = "off"
+    """How far a prediction is from what was measured, as a share of that."""
 
     @property
     def is_lower_better(self) -> bool:

@@ -12,6 +12,8 @@ def quantity(value: float, unit: Unit) -> str:
     """Three significant digits with a suitable prefix: 0.0000042 s is `4.20 µs`."""
     if unit is Unit.LOSS:
         return f"{value:.4f}"
+    if unit is Unit.ERROR:
+        return f"{value:.1%}"
     if unit in (Unit.JOULES, Unit.GRAMS):
         return f"{value:,.6g} {unit}"
     number, name = _scaled(value, unit)
@@ -20,6 +22,8 @@ def quantity(value: float, unit: Unit) -> str:
 
 def tick(value: float, unit: Unit) -> str:
     """The same on an axis, where values are round: `10 µs`."""
+    if unit is Unit.ERROR:
+        return f"{value:.0%}"
     if value == 0 or unit is Unit.LOSS:
         return f"{value:g}"
     number, name = _scaled(value, unit)

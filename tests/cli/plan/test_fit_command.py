@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.cli.plan.fit_command import memory_bytes
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 
 MODEL = "tests.planner.live_memory:char_gpt"
 
@@ -74,3 +74,25 @@ def test_without_a_gpu_the_memory_must_be_named() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(FeatureNotAvailable, match="--memory 80GB"):
         raise fit().exception or AssertionError("it answered")
+
+
+def test_an_optimizer_that_cannot_be_tried_is_said_and_counted_as_adamw() -> None:
+    shown = fit("--memory", "1GB", "--optimizer", "LBFGS")
+    assert shown.exit_code == 0, shown.output
+    assert "LBFGS (counted with the state of AdamW: LBFGS cannot be tried" in shown.output
+    with pytest.raises(InvalidArgument, match="no optimizer AdmaW"):
+        CliRunner().invoke(app, ["fit", MODEL, "--memory", "1GB", "--optimizer", "AdmaW"], catch_exceptions=False)
+
+
+def test_a_model_larger_than_this_machine_takes_no_memory_and_gets_the_nearest_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "from torch import nn\n\ndef build():\n    layers = (nn.Linear(2**19, 2**19) for _ in range(4))\n"
+    (tmp_path / "vast_model.py").write_text(module + "    return nn.Sequential(*layers)\n")
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(
+        app, ["fit", "vast_model:build", "--memory", "80GB", "--gpus", "8"], env={"COLUMNS": "200"}
+    )
+    assert shown.exit_code == 1
+    assert "1.1e+03 billion parameters" in shown.output
+    assert "no change of the plan is enough on these devices; nearest" in shown.output

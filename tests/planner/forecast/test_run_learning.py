@@ -110,3 +110,13 @@ def test_a_file_of_before_there_were_runs_is_read(measured_here: Path) -> None:
     del document["runs"]
     machine_path().write_text(json.dumps(document))
     assert MachineFile.load(machine_path()).past.runs == ()
+
+
+def test_a_file_of_another_format_is_said_and_holds_no_run_up(
+    measured_here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = json.loads(machine_path().read_text())
+    machine_path().write_text(json.dumps({**document, "format": 1}))
+    plan = Plan(training={"batch_size": 8}).resolve(2)
+    assert predicted_parts(model(), plan, optimizer="AdamW", num_local=2) is None
+    assert "measure again: torsh bench machine" in caplog.text

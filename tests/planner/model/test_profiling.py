@@ -174,3 +174,28 @@ def test_a_model_of_seven_billion_is_traced_by_one_block() -> None:
     assert profile.all_params.numel() == pytest.approx(6.74e9, rel=0.01)
     # Six for each parameter that multiplies and token, and attention.
     assert profile.step_flops(1) == pytest.approx(6 * 6.6e9 * 2048 * 1.05, rel=0.1)
+
+
+class InPlace(nn.Module):
+    """Blocks that change their input, and what another block returned, as residual networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            out = block(values + 0)
+            out += values
+            values = out
+        result: Tensor = self.head(values)
+        return result
+
+
+def test_blocks_and_what_is_between_them_may_change_tensors_in_place() -> None:
+    profile = profile_model(InPlace(), example=(torch.zeros(1, 32),))
+    assert profile.num_blocks == 3
+    assert profile.chain()[0].forward_flops.at(1) == 2 * 32 * 32

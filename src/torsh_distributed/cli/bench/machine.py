@@ -71,10 +71,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _known(path: Path) -> dict[int, Measurement]:
-    """What was measured before on this machine; nothing where that was another one."""
+    """What was measured before on this machine; nothing where that was another one, or cannot be read any more."""
     if not path.exists():
         return {}
-    file = MachineFile.load(path)
+    try:
+        file = MachineFile.load(path)
+    except ConfigurationError as error:
+        typer.echo(f"measured again: {error.message}", err=True)
+        return {}
     return {} if file.differences() else dict(file.by_ranks)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torsh_distributed.cli.plan.fit_command import (
-    ASSUMED_OPTIMIZER,
     Assignments,
     Memory,
     ModelName,
@@ -17,8 +16,8 @@ from torsh_distributed.cli.plan.fit_command import (
     PlanOption,
     Reserve,
     Sequence,
+    counted_optimizer,
     memory_bytes,
-    optimizer_text,
 )
 from torsh_distributed.plan import Plan
 
@@ -69,12 +68,13 @@ def auto(
 
     chosen = this_machine(gpus) if machine is None else machine_named(machine)
     found = find_model(model)
+    counted, known = counted_optimizer(optimizer)
     ranking = ranked_plans(
         found.model,
         world_size=gpus,
         machine=chosen,
         base=base,
-        optimizer=optimizer or ASSUMED_OPTIMIZER,
+        optimizer=counted.name,
         memory_bytes=None if memory is None else memory_bytes(memory),
         reserve=reserve,
         sequence=sequence,
@@ -82,7 +82,6 @@ def auto(
         is_simple=simple,
     )
     console = Console()
-    known = optimizer_text(optimizer, optimizer or ASSUMED_OPTIMIZER)
     console.print(f"optimizer: {known}", highlight=False, soft_wrap=True)
     if ranking.plans:
         console.print(_table(ranking.plans[:_SHOWN], base.training.batch_size), highlight=False)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torsh_distributed.planner.memory.closing_the_gap import MemoryQuestion
     from torsh_distributed.planner.memory.memory_table import MemoryTable
+    from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
 
 GB = 1e9
 ASSUMED_OPTIMIZER = "AdamW"
@@ -91,7 +92,6 @@ def fit(
     from rich.console import Console
 
     from torsh_distributed.planner.memory.closing_the_gap import MemoryQuestion
-    from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
     from torsh_distributed.planner.model.model_source import find_model
     from torsh_distributed.planner.model.profiling import profile_model
     from torsh_distributed.planner.search.recompute_budget import decide_recomputation
@@ -99,12 +99,12 @@ def fit(
     found = find_model(model)
     resolved = chosen.resolve(world)
     profile = profile_model(found.model, resolved, sequence=sequence, example=found.example)
-    known = optimizer_named(optimizer or ASSUMED_OPTIMIZER)
+    known, told = counted_optimizer(optimizer)
     resolved = decide_recomputation(profile, resolved, known, device_type="cuda")
     question = MemoryQuestion(profile, known, world, limit * (1 - reserve))
     table = question.table(resolved)
     console = Console()
-    params, told = profile.all_params, optimizer_text(optimizer, known.name)
+    params = profile.all_params
     console.print(
         f"{profile.name}: {params.numel() / 1e9:,.3g} billion parameters in {profile.num_blocks} blocks"
         f" ({len(profile.blocks)} distinct), {profile.tokens_per_sample} tokens a sample; loss: {profile.loss_note};"
@@ -119,9 +119,15 @@ def fit(
         raise typer.Exit(1)
 
 
-def optimizer_text(given: str | None, name: str) -> str:
-    """The optimizer, and whether the user has named it: its state may be most of the memory."""
-    return name if given else f"{name} (assumed: --optimizer names yours)"
+def counted_optimizer(given: str | None) -> tuple[OptimizerProfile, str]:
+    """The optimizer that is counted, and in words whether it is the user's: its state may be most of the memory."""
+    from torsh_distributed.planner.memory.optimizer_profile import optimizer_kind, optimizer_named, optimizer_or_assumed
+
+    if given is None:
+        return optimizer_named(ASSUMED_OPTIMIZER), f"{ASSUMED_OPTIMIZER} (assumed: --optimizer names yours)"
+    kind = optimizer_kind(given)
+    counted, note = optimizer_or_assumed(given)
+    return counted, f"{kind.__name__} ({note})" if note else kind.__name__
 
 
 def _own_size(plan: Plan) -> int:

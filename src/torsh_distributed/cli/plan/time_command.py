@@ -15,6 +15,7 @@ from torsh_distributed.cli.plan.fit_command import (
     OptimizerName,
     PlanOption,
     Sequence,
+    counted_optimizer,
 )
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
@@ -118,7 +119,7 @@ class _TimeQuestion:
             world_size=count,
             machine=_machine(self.machine, count),
             base=self.base,
-            optimizer=self.optimizer or ASSUMED_OPTIMIZER,
+            optimizer=counted_optimizer(self.optimizer)[0].name,
             sequence=self.sequence,
             example=self.example,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, step_times
 from torsh_distributed.observe.trace.event_files import align_clocks, read_run
 from torsh_distributed.plan import Plan
@@ -83,7 +84,11 @@ def _own_file() -> MachineFile | None:
     path = machine_path()
     if not path.exists():
         return None
-    file = MachineFile.load(path)
+    try:
+        file = MachineFile.load(path)
+    except ConfigurationError as error:
+        _log.warning("nothing is predicted or learned: %s", error)
+        return None
     return None if file.differences() else file
 
 

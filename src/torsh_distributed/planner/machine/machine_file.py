@@ -23,7 +23,7 @@ from torsh_distributed.planner.machine.past_runs import NO_RUNS, PARTS, PastRun,
 from torsh_distributed.private_files import state_directory
 from torsh_distributed.unreadable_data import unreadable_as
 
-FORMAT = 1
+FORMAT = 2
 _MOST_RUNS = 200
 _CPU_FACTS = Path("/proc/cpuinfo")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "elementwise": (),
-    "activation": ("gelu", "silu", "sigmoid", "tanh", "exp", "log", "pow", "rsqrt", "sqrt", "erf", "cos", "sin"),
+    "activation": ("gelu", "silu", "sigmoid", "tanh", "exp", "log", "rsqrt", "sqrt", "erf", "cos", "sin"),
     "activation backward": ("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward"),
     "softmax": ("_softmax", "_log_softmax"),
     "softmax backward": ("_softmax_backward_data", "_log_softmax_backward_data"),
@@ -20,6 +20,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "lookup backward": ("embedding_dense_backward", "index_put", "scatter", "scatter_add", "index_add"),
     "sum": ("sum", "mean", "amax", "max", "linalg_vector_norm", "norm"),
     "copy": ("clone", "_to_copy", "copy", "cat", "stack", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like"),
+    "random": ("bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "randn"),
+    "power": ("pow",),
 }
 """Operations that one measurement stands for; those that are nowhere are elementwise."""
 
@@ -62,7 +64,10 @@ class ProductTable:
     """By m, n and k."""
 
     def rate(self, m: float, n: float, k: float) -> float:
-        """At any shape: between points of the grid by the logarithms of sides and rates; outside, that of the edge."""
+        """At any shape: between points of the grid by the logarithms of sides and rates; above it, that of the edge.
+
+        Below the smallest side a product takes as long as one of that side: it waits for its operands.
+        """
         places = [self._place(one) for one in (m, n, k)]
         total = 0.0
         for corner in itertools.product((0, 1), repeat=3):
@@ -70,7 +75,7 @@ class ProductTable:
             if weight:
                 i, j, h = (low + side for (low, _), side in zip(places, corner, strict=True))
                 total += weight * math.log(self.flops_per_s[i][j][h])
-        return math.exp(total)
+        return math.exp(total) * math.prod(min(1.0, side / self.sides[0]) for side in (m, n, k))
 
     def _place(self, side: float) -> tuple[int, float]:
         """The grid point below, and how far above it, from 0 to 1."""

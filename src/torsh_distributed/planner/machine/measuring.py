@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +25,10 @@ _WIDTH = 256
 """Of rows that a softmax or a norm goes over."""
 _VOCABULARY = 1024
 _CHAIN = 100
+_POOL_NUMEL = 2**24
+"""More than caches hold: 64 MiB of fp32."""
+_MOST_OPERANDS = 256
+_MOST_TENSORS = 64
 
 
 @dataclass
@@ -79,11 +85,16 @@ def measure_operations(timer: OperationTimer) -> OperationRates:
 
 
 def _products(timer: OperationTimer, dtype: torch.dtype) -> ProductTable:
+    """With a right operand that no cache holds: a step comes back to a weight after all others."""
     sides = _SIDES[timer.device.type]
+    pool = torch.randn(_POOL_NUMEL, device=timer.device).to(dtype)
 
     def rate(m: int, n: int, k: int) -> float:
-        left, right = (torch.randn(shape, device=timer.device).to(dtype) for shape in ((m, k), (k, n)))
-        return 2.0 * m * n * k / timer.seconds(lambda: left @ right)
+        left, numel = torch.randn(m, k, device=timer.device).to(dtype), k * n
+        whole = pool if numel <= pool.numel() else torch.randn(numel, device=timer.device).to(dtype)
+        starts = range(0, whole.numel() - numel + 1, numel)[:_MOST_OPERANDS]
+        weights = itertools.cycle([whole[at : at + numel].view(k, n) for at in starts])
+        return 2.0 * m * n * k / timer.seconds(lambda: torch.mm(left, next(weights)))
 
     return ProductTable(sides, tuple(tuple(tuple(rate(m, n, k) for k in sides) for n in sides) for m in sides))
 
@@ -111,16 +122,26 @@ def _attention(timer: OperationTimer, dtype: torch.dtype) -> tuple[SizeTable, Si
 
 
 def _families(timer: OperationTimer) -> dict[str, SizeTable]:
+    """Of values that no cache holds, into memory that was not just written: a step keeps its results for backward."""
     found: dict[str, SizeTable] = {}
+    pool = torch.randn(_POOL_NUMEL, device=timer.device)
     for family in _CALLS:
         points: dict[float, float] = {}
         for size in _SIZES[timer.device.type]:
-            rows = max(1, size // 4 // _WIDTH)
-            values = torch.randn(rows, min(_WIDTH, size // 4), device=timer.device)
-            call, moved = _CALLS[family](values)
-            points[moved] = timer.seconds(call)
+            rows, width = max(1, size // 4 // _WIDTH), min(_WIDTH, size // 4)
+            numel = rows * width
+            whole = pool if numel <= pool.numel() else torch.randn(numel, device=timer.device)
+            starts = range(0, whole.numel() - numel + 1, numel)[:_MOST_OPERANDS]
+            made = [_CALLS[family](whole[at : at + numel].view(rows, width)) for at in starts]
+            points[made[0][1]] = timer.seconds(_in_turns([call for call, _ in made]))
         found[family] = SizeTable(tuple(sorted(points)), tuple(points[one] for one in sorted(points)))
     return found
+
+
+def _in_turns(calls: list[Callable[[], object]]) -> Callable[[], None]:
+    """Each call in its turn; as many results as there are calls are kept."""
+    turns, kept = itertools.cycle(calls), deque[object](maxlen=len(calls))
+    return lambda: kept.append(next(turns)())
 
 
 _Made = tuple[Callable[[], object], float]
@@ -180,6 +201,8 @@ _CALLS: dict[str, Callable[[Tensor], _Made]] = {
     "lookup backward": _lookup_back,
     "sum": lambda values: (lambda: values.sum(-1), 1.0 * values.nbytes),
     "copy": lambda values: (values.clone, 2.0 * values.nbytes),
+    "random": lambda values: (lambda: torch.empty_like(values).bernoulli_(0.9), 1.0 * values.nbytes),
+    "power": lambda values: (lambda: values.pow(2), 2.0 * values.nbytes),
 }
 
 
@@ -201,10 +224,10 @@ def _autograd_launch(timer: OperationTimer) -> tuple[float, float]:
 
 
 def _update(timer: OperationTimer) -> SizeTable:
-    """AdamW on some equal tensors, for each of them."""
+    """AdamW on some equal tensors, for each of them; together more than caches hold, but for the smallest."""
     sizes, seconds = [], []
-    count = 8
     for size in _SIZES[timer.device.type]:
+        count = max(4, min(_MOST_TENSORS, _POOL_NUMEL // size))
         params = [torch.ones(max(1, size // 4), device=timer.device, requires_grad=True) for _ in range(count)]
         for param in params:
             param.grad = torch.ones_like(param)

@@ -39,13 +39,18 @@ class OptimizerProfile:
 
 def optimizer_named(name: str) -> OptimizerProfile:
     """The profile of an optimizer of torch.optim, such as AdamW; names are compared without case."""
+    return _measured(optimizer_kind(name))
+
+
+def optimizer_kind(name: str) -> Any:
+    """The class in torch.optim, with its name compared without case."""
     kinds = {one.lower(): kind for one, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in kinds:
         raise InvalidArgument(
             f"torch.optim has no optimizer {name}",
             hint=did_you_mean(name.lower(), kinds) or f"one of {', '.join(sorted(kinds))}",
         )
-    return _measured(kinds[name.lower()])
+    return kinds[name.lower()]
 
 
 def optimizer_or_assumed(name: str) -> tuple[OptimizerProfile, str]:

@@ -140,6 +140,15 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
             return Held.WEIGHTS
         return Held.SPLIT if any(self.held_as.get(one) is Held.SPLIT for one in given) else None
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, operations are nobody's: those that only prepare the trace."""
+        outside, self.segment = self.segment, TracedSegment()
+        try:
+            yield
+        finally:
+            self.segment = outside
+
     # --- what is kept for backward -----------------------------------------------------------------------------
 
     @contextmanager

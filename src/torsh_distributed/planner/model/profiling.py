@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, first_line
 from torsh_distributed.parallel.models.structure import expert_modules
@@ -169,20 +170,24 @@ class _TracedBlock:
         run.calls.append((self._name, index))
         for number in {run.trace.number(leaf) for leaf in _tensors((args, kwargs))}:
             run.given_to[number] += 1
+        with run.trace.unseen():
+            fresh = tree_map(_fresh, out)
         run.trace.segment = run.segments[AFTER]
-        return tree_map(_fresh, out)
+        return fresh
 
     def _traced(self, segment: TracedSegment, args: Any, kwargs: Any) -> Any:
         """Runs forward and backward of this block alone; returns shapes of its results."""
         trace = self._run.trace
-        args, kwargs = tree_map(_leaf, (args, kwargs))
-        segment.inputs = [trace.number(leaf) for leaf in _tensors((args, kwargs))]
+        leaves = tree_map(_leaf, (args, kwargs))
+        segment.inputs = [trace.number(leaf) for leaf in _tensors(leaves)]
+        with trace.unseen():
+            args, kwargs = tree_map(_begun, leaves)
         out = self._forward(*args, **kwargs)
         results = [leaf for leaf in _tensors(out) if leaf.requires_grad]
         segment.output_bytes = sum(leaf.nbytes for leaf in results)
         described = tree_map(_describe_out, out)
-        wanted = [one for one in (*_tensors((args, kwargs)), *self._block.parameters()) if one.requires_grad]
-        del args, kwargs, out
+        wanted = [one for one in (*_tensors(leaves), *self._block.parameters()) if one.requires_grad]
+        del args, kwargs, out, leaves
         trace.phase = "backward"
         if results and wanted:
             gradients = torch.autograd.grad(
@@ -341,7 +346,28 @@ def _describe_out(value: Any) -> Any:
 def _fresh(value: Any) -> Any:
     if not isinstance(value, _OutShape):
         return value
-    return torch.empty(value.shape, dtype=value.dtype).requires_grad_(value.requires_grad)
+    return _begun(torch.empty(value.shape, dtype=value.dtype).requires_grad_(value.requires_grad))
+
+
+class _Begin(torch.autograd.Function):
+    """The same storage as a result of a graph: a block may change it in place, which a leaf does not allow."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        # No view in the eyes of autograd, which allows no changes of views that a function returns.
+        return torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage(), 0, leaf.shape, leaf.stride())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _begun(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return _Begin.apply(value)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _shapes(block: nn.Module) -> Any:
