@@ -59,6 +59,11 @@ def serving(directory: Path, config: FederatedConfig = CONFIG, port: int = 0) ->
         server.close(is_done=True)
 
 
+def when_all_are_there(server: RoundServer, count: int) -> None:
+    with server._changed:
+        assert server._changed.wait_for(lambda: len(server._connected) >= count, 20)
+
+
 def client(server: RoundServer, place: Path, name: str, **options: Any) -> DeviceClient:
     kind = options.pop("kind", None) or DeviceClient
     task = options.pop("task", DeviceTask())
@@ -131,6 +136,7 @@ def test_a_device_that_lost_its_memory_does_not_go_on_with_another(tmp_path: Pat
         devices = [client(server, tmp_path, f"d-{i}", token=server.new_token()) for i in range(3)]
         with running(*devices):
             loop = RoundLoop(DeviceTask(), config, server, directory=None)
+            when_all_are_there(server, 3)
             loop.run_round()
             (tmp_path / "d-1" / "client.state").unlink()
             record = loop.run_round()

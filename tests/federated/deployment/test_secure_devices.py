@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.federated.deployment.test_devices import CONFIG, DeviceTask, client, running, serving
+from tests.federated.deployment.test_devices import CONFIG, DeviceTask, client, running, serving, when_all_are_there
 from tests.federated.small_task import SmallTask
 from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument
@@ -71,11 +71,6 @@ class FiveTask(SmallTask):
 
 
 THREE = dataclasses.replace(FiveTask.config, rounds=1, min_clients=3, max_attempts=1)
-
-
-def when_all_are_there(server: RoundServer, count: int) -> None:
-    with server._changed:
-        assert server._changed.wait_for(lambda: len(server._connected) >= count, 20)
 
 
 class LeavesWhileMasking(DeviceClient):
