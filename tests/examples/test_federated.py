@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from torsh_distributed.cli.federated.commands import app
+from torsh_distributed.federated.deployment.known_peers import read_peers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "federated" / "digits.py"
 pytestmark = [pytest.mark.ranks, pytest.mark.needs_library("sklearn")]
@@ -89,3 +93,43 @@ def test_devices_learn_the_digits_though_server_and_a_device_are_killed(tmp_path
     assert numbers[-1] == 7
     assert len(numbers) >= 7
     assert float(printed[-1].split("accuracy ")[1].split()[0]) > 0.5
+
+
+@pytest.mark.matrix
+@pytest.mark.needs_library("cryptography")
+def test_devices_learn_the_digits_by_sums_alone_though_one_is_killed(tmp_path: Path) -> None:
+    """Secure aggregation by the command line, with a list of the devices; four take part, and one dies in mid-run."""
+    names = [f"device-{index}" for index in range(4)]
+    peers = tmp_path / "peers.txt"
+    with peers.open("w") as file:
+        for name in names:
+            place = ["--name", name, "--directory", str(tmp_path / name)]
+            file.write(CliRunner().invoke(app, ["key", *place], catch_exceptions=False).output)
+    assert len(read_peers(peers)) == 4
+    options = [str(EXAMPLE), "--directory", str(tmp_path / "server"), "--rounds", "5", "--per-round", "4"]
+    server = start("serve", *options, "--tokens", "4", "--secure-aggregation", "--min-clients", "3")
+    processes = [server]
+    try:
+        head = lines_until(server, "token")
+        head += [lines_until(server, "token")[-1] for _ in range(3)]
+        address = head[0].removeprefix("serving ")
+        for name, token in zip(names, [line.removeprefix("token ") for line in head[1:]], strict=True):
+            place = ["--name", name, "--directory", str(tmp_path / name), "--token", token]
+            processes.append(
+                start("join", address, str(EXAMPLE), *place, "--secure-aggregation", "--peers", str(peers))
+            )
+        printed = lines_until(server, "round 1:")
+        processes[1].kill()
+        printed += server.communicate(timeout=100)[0].splitlines()
+        assert server.returncode == 0, printed
+        ends = [device.communicate(timeout=30)[0] for device in processes[2:]]
+        assert all("the run is over" in end for end in ends), ends
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    rounds = [line for line in printed if line.startswith("round ")]
+    assert len(rounds) == 5, printed
+    assert "3 of " in rounds[-1]
+    assert "client_loss" not in rounds[-1]
+    assert float(rounds[-1].split("accuracy ")[1].split()[0]) > 0.4
