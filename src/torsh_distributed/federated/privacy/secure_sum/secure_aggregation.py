@@ -95,10 +95,11 @@ class SecureAggregation:
         steps = torch.round(update.to(torch.float64) / self.grid)
         # Not "above": NaN is not above anything.
         if not bool((steps.abs() <= self._largest).all()):
-            largest = float(update.abs().max())
+            # The message goes to the server, so the value is not in it.
             raise InvalidArgument(
-                f"the update has a value of magnitude {largest:.4g}, beyond secure_aggregation.value_range",
+                "the update has a value beyond secure_aggregation.value_range",
                 hint="raise value_range at both ends, or train with a lower learning rate",
+                largest=float(update.abs().max()),
                 value_range=self.value_range,
             )
         return (steps * self.grid).to(update.dtype)
