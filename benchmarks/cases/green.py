@@ -150,8 +150,8 @@ def _replays(budget: Budget) -> Iterator[Row | Note]:
         ours, oracle = sum(one.policy_g for one in found), sum(one.foresight_g for one in found)
         saved = 1 - ours / sum(one.now_g for one in found)
         yield Note(
-            text=f"{name}: {ours / oracle - 1:+.1%} grams against perfect foresight, {saved:.0%} less than at once; "
-            f"{sum(one.is_late for one in found)} of {num_starts} deadlines missed"
+            text=f"replay, {name}: {ours / oracle - 1:+.1%} grams against perfect foresight, {saved:.0%} less than at "
+            f"once; {sum(one.is_late for one in found)} of {num_starts} deadlines missed"
         )
 
 
@@ -168,7 +168,9 @@ def _arithmetic() -> Iterator[Note]:
         assert found is not None
         assert found.predicted_j is not None, "a hundred steps were made"
         errors.append(abs(found.predicted_j / sum(steps) - 1))
-    yield Note(text=f"prediction from a tenth of 200 runs whose steps vary by 15 %: worst {max(errors):.1%} off")
+    yield Note(
+        text=f"account: prediction from a tenth of 200 runs whose steps vary by 15 %: worst {max(errors):.1%} off"
+    )
     control, powers = PaceControl(250.0), list[float]()
     control.update(80.0, 1.0)
     for _ in range(60):
@@ -176,7 +178,7 @@ def _arithmetic() -> Iterator[Note]:
         powers.append(80.0 + (load_w - 80.0) / (1 + control.pause_share))
         control.update(powers[-1], 1.0)
     mean_w = statistics.mean(powers[10:])
-    yield Note(text=f"pacing a node of 400 W (80 W idle) under 250 W: mean after 10 s {mean_w:.1f} W")
+    yield Note(text=f"account: pacing a node of 400 W (80 W idle) under 250 W: mean after 10 s {mean_w:.1f} W")
 
 
 def _feed(account: EnergyAccount, joules: Sequence[float]) -> None:
@@ -232,7 +234,7 @@ def _job(budget: Budget) -> Iterator[Note]:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
         spent = EventFiles(folder / "events").read_all().energy.summary() if done.returncode == 75 else None
         if spent is None:
-            yield Note(text=f"the job with a budget failed: {done.stderr[-600:]}")
+            yield Note(text=f"account: the job with a budget failed: {done.stderr[-600:]}")
             return
         counted_j = gpu.read("energy-0") / 1e3
         lost_j = spent.failures_j + spent.undone_j + spent.skipped_j
@@ -240,12 +242,13 @@ def _job(budget: Budget) -> Iterator[Note]:
         told = re.findall(r"([\d.e+-]+) of [\d.e+-]+ kWh energy are spent", done.stderr)  # the last one ended the job
         over = float(told[-1]) * 3.6e6 - limit_kwh * 3.6e6
         yield Note(
-            text=f"{spent.num_steps} steps of 4 ranks: the parts of the account are {parts_j / counted_j - 1:+.3%} and "
-            f"the ranks' shares {sum(spent.by_rank.values()) / counted_j - 1:+.3%} off what the counter grew by"
+            text=f"account: {spent.num_steps} steps of 4 ranks: the parts of the account are "
+            f"{parts_j / counted_j - 1:+.3%} and the ranks' shares {sum(spent.by_rank.values()) / counted_j - 1:+.3%} "
+            "off what the counter grew by"
         )
         yield Note(
-            text=f"a budget of {limit_kwh * 3.6e6:.0f} J was found spent {over:.1f} J late; an interval of 0.5 s took "
-            f"at most {0.5 * spent.peak_w:.1f} J"
+            text=f"account: a budget of {limit_kwh * 3.6e6:.0f} J was found spent {over:.1f} J late; an interval of "
+            f"0.5 s took at most {0.5 * spent.peak_w:.1f} J"
         )
 
 
@@ -312,7 +315,9 @@ def _overhead(budget: Budget) -> Iterator[Row | Note]:
             ours.append(block(count))
     pairs = [with_it / without - 1 for with_it, without in zip(ours, bare, strict=True)]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5
-    yield Note(text=f"our meter in the training process: {statistics.median(pairs):+.3%} of a step (± {error:.3%})")
+    yield Note(
+        text=f"overhead: our meter in the training process: {statistics.median(pairs):+.3%} of a step (± {error:.3%})"
+    )
     yield Row(name="one step", unit=Unit.SECONDS, ours=Measurement.of(ours), rivals={"no meter": Measurement.of(bare)})
 
 

@@ -74,8 +74,14 @@ def test_beyond_the_forecast_the_day_before_stands_in_and_nothing_is_made_up() -
     ]
     slots, known_until = slots_ahead(IntensitySeries(day), now=0.0, until=30 * _HOUR)
     assert known_until == 24 * _HOUR
-    assert len(slots) == 60
-    assert [slots[at].g_per_kwh for at in (0, 47, 48, 59)] == [100.0, 123.0, 100.0, 105.0]
+    assert len(slots) == 30
+    assert [slots[at].g_per_kwh for at in (0, 23, 24, 29)] == [100.0, 123.0, 100.0, 105.0]
+    # From the middle of an hour on, the first slot ends with that hour.
+    assert [slot.hours for slot in slots_ahead(IntensitySeries(day), now=0.75 * _HOUR, until=3 * _HOUR)[0]] == [
+        0.25,
+        1,
+        1,
+    ]
     with pytest.raises(InvalidArgument, match="knows neither"):
         slots_ahead(IntensitySeries(day[:5]), now=0.0, until=10 * _HOUR)
     with pytest.raises(InvalidArgument, match="in the past"):

@@ -14,9 +14,9 @@ _DAY_S = 24 * 3600.0
 def slots_ahead(series: IntensitySeries, *, now: float, until: float) -> tuple[list[TimeSlot], float]:
     """(slots from now to `until`, the time up to which the feed knows them).
 
-    A slot is half an hour, or as long as the shortest value if those are shorter, and ends where values end. Nothing is
-    invented: a slot beyond the forecast takes the value of the same time on an earlier day that is known. Raises
-    InvalidArgument if there is none for a slot.
+    A slot is as long as the shortest value, or half an hour where values last longer than an hour, and ends where
+    values end. Nothing is invented: a slot beyond the forecast takes the value of the same time on an earlier day that
+    is known. Raises InvalidArgument if there is none for a slot.
     """
     if until <= now:
         raise InvalidArgument("the deadline is in the past", hint="give one ahead, such as 96h")
@@ -36,7 +36,8 @@ def slots_ahead(series: IntensitySeries, *, now: float, until: float) -> tuple[l
 
 def _shortest(series: IntensitySeries) -> float:
     lengths = [one.end - one.start for one in series.values if one.start is not None and one.end is not None]
-    return min([SLOT_S, *(length for length in lengths if length > 0)])
+    shortest = min([length for length in lengths if length > 0], default=SLOT_S)
+    return shortest if shortest <= 2 * SLOT_S else SLOT_S
 
 
 def _value(series: IntensitySeries, moment: float) -> Intensity:
