@@ -29,7 +29,7 @@ from torsh_distributed.parallel.state.held_state import (
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, owner_update
 from torsh_distributed.parallel.whole_tensors.owner_update import OwnedState, OwnerUpdate
-from torsh_distributed.plan import CompressConfig
+from torsh_distributed.plan import CompressConfig, DdpConfig, FsdpConfig
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +216,28 @@ class Strategy(ABC):
             f"{type(self).__name__} cannot change how it sends gradients while it runs",
             hint="set compress.method in the plan before the job starts; data parallelism alone can change it later",
             feature="compress",
+        )
+
+    def use_buckets(self, config: DdpConfig) -> None:
+        """Send gradients in buckets of other sizes from the next step on; every rank calls this between steps.
+
+        Raises FeatureNotAvailable where gradients do not travel in buckets.
+        """
+        raise FeatureNotAvailable(
+            f"{type(self).__name__} sends no buckets whose size could change while it runs",
+            hint="data parallelism and ZeRO-1 do",
+            feature="ddp.max_bucket_size_mb",
+        )
+
+    def use_prefetch(self, config: FsdpConfig) -> None:
+        """Gather pieces so far ahead from the next step on; every rank calls this between steps.
+
+        Raises FeatureNotAvailable where nothing is gathered.
+        """
+        raise FeatureNotAvailable(
+            f"{type(self).__name__} gathers no pieces that could be prefetched",
+            hint="mesh.shard with full_shard or shard_grad_op does",
+            feature="fsdp.forward_prefetch",
         )
 
     def rescale(self, factor: float) -> None:

@@ -19,6 +19,10 @@ CHANGEABLE: Mapping[str, str] = {
     "compress.warmup_steps": "counted from the change on",
     "compress.period": "from the change on",
     "compress.error_feedback": "starts empty",
+    "ddp.max_bucket_size_mb": "buckets are built again; replicas and ZeRO-1 without compression",
+    "ddp.min_bucket_size_mb": "as above",
+    "fsdp.forward_prefetch": "from the next forward on",
+    "fsdp.max_gathered_ahead": "from the next forward on",
     "checkpoint.every_steps": "where checkpoints are enabled",
     "checkpoint.every_s": "where checkpoints are enabled",
 }

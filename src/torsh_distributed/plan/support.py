@@ -43,6 +43,7 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "activation.memory_budget_gb": ("activation.strategy", ("none", "uniform", "by_size", "selective")),
     "activation.whole_layers": ("activation.strategy", ("none", "uniform", "by_size", "selective")),
     "activation.selective_layers": ("activation.strategy", ("none", "uniform", "by_size", "selective")),
+    "training.auto_optimize_window": ("training.auto_optimize", ("off",)),
     "compress.error_feedback_momentum": ("compress.error_feedback", ("none", "ef21")),
     "compress.ef21_momentum": ("compress.error_feedback", ("none", "ef14")),
     "precision.init_loss_scale": ("precision.dtype", ("fp32", "bf16", "fp8")),

@@ -139,6 +139,13 @@ def parallelize(
     engine.settings = {**settings, "data": None}
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
+    if chosen.training.auto_optimize != "off":
+        # Here: what it imports is for jobs that ask for it.
+        from torsh_distributed.train.job_changes.auto_optimization import AutoOptimizationEngine
+
+        engine.auto_optimization = AutoOptimizationEngine(
+            window=chosen.training.auto_optimize_window, allows_lossy=chosen.training.auto_optimize == "lossy"
+        )
     _suggest(engine)
     if strategy.data_degree * num_passes > 1:
         engine.forward_changes = ForwardChanges(

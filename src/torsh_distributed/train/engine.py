@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
     from torsh_distributed.train.comparing.forward_changes import ForwardChanges
     from torsh_distributed.train.gradient_hooks import GradientHooks
+    from torsh_distributed.train.job_changes.auto_optimization import AutoOptimizationEngine
     from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ class Engine:
         """In an elastic job: what lets steps outlive a lost rank."""
         self.changes: RunningChanges | None = None
         """Under our launcher: what takes changes of the plan between two updates."""
+        self.auto_optimization: AutoOptimizationEngine | None = None
+        """Where the plan asks for it: what tries changes of the plan between two updates."""
         self.comparison: FirstBatchComparison | None = None
         """Until the first batch, for a model that is split: what compares it with one process."""
         self.forward_changes: ForwardChanges | None = None
@@ -234,8 +237,7 @@ class Engine:
         of an update that was started but never applied are discarded. `num_pieces` overrides the plan; the largest
         part is then the first.
         """
-        if self.changes is not None:
-            self.changes.before_update(self)
+        self._before_update()
         events.reached("step", self.num_steps)
         is_again = self.update is not None and self.update.batch is batch
         if self.update is not None:
@@ -356,6 +358,8 @@ class Engine:
         self.ledger.commit(self.num_steps - int(is_done))
         if self.changes is not None:
             self.changes.update_done()
+        if self.auto_optimization is not None:
+            self.auto_optimization.update_done()
         self._tell(update, loss, norm, rate=rate, scale=scale, is_done=is_done)
         if is_done and self.strategy.compressor is not None:
             self.strategy.compressor.adapt(loss)
@@ -571,10 +575,16 @@ class Engine:
     def _setting(self) -> StepSetting:
         return StepSetting(self.strategy, self.precision, self.device, self.elastic is not None)
 
+    def _before_update(self) -> None:
+        """Take the changes of the plan that are due."""
+        if self.changes is not None:
+            self.changes.before_update(self)
+        if self.auto_optimization is not None:
+            self.auto_optimization.before_update(self)
+
     def _begun(self) -> Update:
         if self.update is None:
-            if self.changes is not None:
-                self.changes.before_update(self)
+            self._before_update()
             self.update = Update()
         return self.update
 

@@ -240,6 +240,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"offload": STATE_ONLY},
         2,
     ),
+    "auto-optimization-in-place": (
+        {"training": {"auto_optimize": "exact"}, "elastic": {"enabled": True}},
+        {"elastic": {"mode": "restart"}},
+        2,
+    ),
     "cuda-graphs-of-layers": (
         {"compile": {"enabled": True, "cuda_graphs": True}},
         {"compile": {"scope": "model"}},

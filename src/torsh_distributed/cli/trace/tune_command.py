@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -16,10 +15,10 @@ import typer
 
 from torsh_distributed.cli.trace.trace_commands import RunFolder
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
+from torsh_distributed.observe.bottlenecks.median_difference import median_difference, median_of
 from torsh_distributed.unreadable_data import unreadable_as
 
 RUN_FILE = "run.json"
-_RESAMPLES = 2000
 _NEAR = 0.25
 
 app = typer.Typer(add_completion=False)
@@ -133,8 +132,8 @@ def _verdict(
     old, new = before[0].num_samples, after[0].num_samples
     scale = old / new if old and new else 1.0
     steps_before, steps_after = [one.steps_s for one in before], [_times(scale, one.steps_s) for one in after]
-    gain_s, low_s, high_s = _difference(steps_before, steps_after)
-    was_s, is_s = _median(steps_before), _median(steps_after)
+    gain_s, low_s, high_s = median_difference(steps_before, steps_after)
+    was_s, is_s = median_of(steps_before), median_of(steps_after)
     per = "a step" if scale == 1.0 else f"for {old:.0f} samples"
     told = f"{was_s * 1e3:.2f} ms → {is_s * 1e3:.2f} ms {per}: {gain_s * 1e3:+.2f} ms gained"
     told += f" (95 %: {low_s * 1e3:+.2f} to {high_s * 1e3:+.2f})"
@@ -160,23 +159,3 @@ def _verdict(
 
 def _times(scale: float, values: list[float]) -> list[float]:
     return [scale * one for one in values]
-
-
-def _difference(before: list[list[float]], after: list[list[float]]) -> tuple[float, float, float]:
-    """Median before minus median after, and its 95 % interval by resampling rounds, and the steps in them."""
-    source = random.Random(0)
-
-    def drawn(runs: list[list[float]], rounds: list[int]) -> float:
-        return statistics.median([step for at in rounds for step in source.choices(runs[at], k=len(runs[at]))])
-
-    differences = []
-    for _ in range(_RESAMPLES):
-        rounds = source.choices(range(len(before)), k=len(before))
-        differences.append(drawn(before, rounds) - drawn(after, rounds))
-    differences.sort()
-    low, high = differences[int(0.025 * _RESAMPLES)], differences[int(0.975 * _RESAMPLES) - 1]
-    return _median(before) - _median(after), low, high
-
-
-def _median(runs: list[list[float]]) -> float:
-    return statistics.median([step for steps in runs for step in steps])

@@ -15,7 +15,7 @@ from typing_extensions import Unpack, override
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mesh.mesh_reduction import HeldGradients, clip_to_norm, grad_norm, mean_over
 from torsh_distributed.parallel.optim import CpuAdam
@@ -222,6 +222,26 @@ class DataParallel(Strategy):
     @override
     def compressor(self) -> GradientCompressor | None:
         return self._ddp.compressor
+
+    @override
+    def use_buckets(self, config: DdpConfig) -> None:
+        if self.compressor is not None:
+            raise FeatureNotAvailable(
+                "the error that compression carries over belongs to the buckets as they are",
+                hint="set the sizes of buckets in the plan before the job starts",
+                feature="ddp.max_bucket_size_mb",
+            )
+        before = self._ddp
+        before.retire()
+        config = config.replace(find_unused_parameters=before.bucket_config.find_unused_parameters)
+        other = DistributedDataParallel(
+            before.module, config, group=self._group, distributed=self._distributed, **self._options
+        )
+        other.adopt_hooks(before)
+        if self._keeps_failed:
+            other.keep_failed_gradients()
+        other.train(before.training)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._ddp = other
 
     @override
     def use_compression(self, config: CompressConfig) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.compressor_state import stream_of
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel.data.ddp import refuse_sparse_shards
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
@@ -193,7 +193,8 @@ class FullyShardedDataParallel(nn.Module):
                     keeper.place(names[piece], piece, has_values=False)
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _check_batch_norms(self.module, policy.param_dtype)
-        _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config, ahead)
+        self._pieces = [piece for piece in pieces if isinstance(piece, FSDPModule)]
+        _set_prefetch(self._pieces, self.config, ahead)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
         # Else it gathers other values, or values from elsewhere.
@@ -205,6 +206,17 @@ class FullyShardedDataParallel(nn.Module):
             share_shards(self.module, group)
         if keeper is not None:
             keeper.begin(self.module)
+
+    def use_prefetch(self, config: FsdpConfig) -> None:
+        """Gather as far ahead as `config` says from the next forward on; every rank calls this between steps."""
+        if self._keeper is not None:
+            raise FeatureNotAvailable(
+                "what offloaded shards gather ahead was counted against their budget before the first step",
+                hint="set fsdp.forward_prefetch in the plan before the job starts",
+                feature="fsdp.forward_prefetch",
+            )
+        self.config = config
+        _set_ahead(self._pieces, config)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""
@@ -450,6 +462,17 @@ def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig, ahead: int) 
             piece.set_modules_to_backward_prefetch([piece])
         elif ahead > 1:
             piece.set_modules_to_backward_prefetch(list(pieces[max(0, index - ahead) : index][::-1]) or [piece])
+
+
+def _set_ahead(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
+    """Set all of it once more, for pieces that may prefetch otherwise now."""
+    for index, piece in enumerate(pieces):
+        if not config.forward_prefetch:
+            piece.set_modules_to_forward_prefetch([])
+        if config.backward_prefetch == "backward_pre":
+            ahead = pieces[max(0, index - config.max_gathered_ahead) : index]
+            piece.set_modules_to_backward_prefetch(list(ahead[::-1]) or [piece])
+    _set_prefetch(pieces, config, config.max_gathered_ahead)
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:

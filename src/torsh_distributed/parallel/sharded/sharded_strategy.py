@@ -17,6 +17,7 @@ from torsh_distributed.parallel.mesh.mesh_reduction import MeshStrategy, mean_ov
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber
 from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, shard_form
+from torsh_distributed.plan import FsdpConfig
 
 
 class Sharded(MeshStrategy):
@@ -39,6 +40,10 @@ class Sharded(MeshStrategy):
         if sharded is None:
             return None
         return ModelPieces(self._mesh.group("shard"), (shard_form(sharded.device_mesh),))
+
+    @override
+    def use_prefetch(self, config: FsdpConfig) -> None:
+        self.wrapped.use_prefetch(config)
 
     @override
     def attach(self, optimizer: Optimizer) -> None:

@@ -90,6 +90,15 @@ SPEED_RULES = (
         way_out="leave compile out, or set offload.params = false and offload.grads = false",
     ),
     CompatibilityRule(
+        name="auto-optimization-in-place",
+        keys=("training.auto_optimize", "elastic.enabled"),
+        clashes=lambda plan: (
+            plan.training.auto_optimize != "off" and plan.elastic.enabled and plan.elastic.mode == "in_place"
+        ),
+        reason="ranks that come and go have not counted the same updates, before which all of them change",
+        way_out='set training.auto_optimize = "off", or elastic.mode = "restart"',
+    ),
+    CompatibilityRule(
         name="cuda-graphs-of-layers",
         keys=("compile.cuda_graphs", "compile.scope"),
         clashes=lambda plan: plan.compile.enabled and plan.compile.cuda_graphs and plan.compile.scope != "model",

@@ -196,6 +196,13 @@ class TrainingConfig(Section):
     log_every: int = Field(default=10, ge=1)
     """Steps between progress lines."""
 
+    auto_optimize: Literal["off", "exact", "lossy"] = "off"
+    """Try the advice of `torsh why` while the job runs, one change at a time, and keep what makes steps faster: `exact`
+    tries what leaves losses as they are (sizes of buckets, passes, prefetching), `lossy` also compressed gradients."""
+
+    auto_optimize_window: int = Field(default=15, ge=5)
+    """Steps that are measured before and after a change, in six turns."""
+
     @override
     def find_problems(self) -> Iterator[Problem]:
         if self.gradient_accumulation > self.batch_size:

@@ -174,11 +174,15 @@ def change_plan(engine: Changeable, change: RunningChange) -> None:
     if change.values:
         plan.validate(process_group.world_size())
     _refuse(engine, change)
-    if change.changes_section("compress"):
-        try:
+    try:
+        if change.changes_section("compress"):
             engine.strategy.use_compression(plan.compress)
-        except TorshError as error:  # a model or strategy whose gradients cannot be compressed
-            raise ConfigurationError(error.message, hint=error.hint, key="compress.method") from error
+        if change.changes_section("ddp"):
+            engine.strategy.use_buckets(plan.ddp)
+        if change.changes_section("fsdp"):
+            engine.strategy.use_prefetch(plan.fsdp)
+    except TorshError as error:  # a model or strategy that cannot
+        raise ConfigurationError(error.message, hint=error.hint, change=str(change)) from error
     engine.plan = plan
     engine.learning_rate.multiply(change.learning_rate_factor)
     if change.changes_section("checkpoint"):
