@@ -28,6 +28,9 @@ MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
 RECOMPUTATION = "torsh_distributed.planner.search.recompute_budget:decide_for_training"
 """`train`: `parallelize` asks the planner beside it which layers a memory budget lets it keep."""
 
+BATCH_ESTIMATE = "torsh_distributed.planner.search.batch_estimate:largest_microbatch"
+"""`train`: `plan_batch_size` asks the planner beside it for a model without memory, of which it can try no step."""
+
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 

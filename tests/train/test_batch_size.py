@@ -105,3 +105,28 @@ def test_without_a_target_the_batch_grows_with_the_root_of_the_replicas() -> Non
     found = plan_batch_size(make_model(), make_batch, loss_fn=functional.mse_loss, memory_bytes=2**26, data_degree=4)
     assert found.effective_batch_size == 64
     assert found.local_batch_size == 16
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64))
+
+
+def plain_batch(count: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(count, 64), torch.zeros(count, 64)
+
+
+def test_a_model_without_memory_gets_an_estimate_near_the_trial() -> None:
+    with torch.device("meta"):
+        without = plain_model()
+    tried, found = (
+        plan_batch_size(
+            model, plain_batch, loss_fn=functional.mse_loss, memory_bytes=2**26, target=10**6, data_degree=1
+        )
+        for model in (plain_model(), without)
+    )
+    assert (tried.is_measured, found.is_measured) == (True, False)
+    assert found.largest_micro_batch_size == pytest.approx(tried.largest_micro_batch_size, rel=0.25)
+    assert found.effective_batch_size == found.micro_batch_size * found.gradient_accumulation >= 10**6
+    assert found.peak_bytes <= 2**26
+    with pytest.raises(MemoryAllocationFailed):
+        plan_batch_size(without, plain_batch, loss_fn=functional.mse_loss, memory_bytes=100, data_degree=1)

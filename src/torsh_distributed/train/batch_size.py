@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torsh_distributed import upward
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, MemoryAllocationFailed
 from torsh_distributed.observe.torch_internals import TorchDispatchMode
+from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.torch_internals import tree_leaves
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
@@ -36,6 +38,8 @@ class BatchSizeConfig:
     """The largest that fits on every rank, to within a sixteenth; the target may need less."""
     peak_bytes: int
     """Memory measured in the trial step of the largest microbatch, on the rank that needed the most."""
+    is_measured: bool = True
+    """Whether steps were tried; else all of it is an estimate."""
 
     @property
     def local_batch_size(self) -> int:
@@ -72,7 +76,8 @@ def plan_batch_size(
     running out of memory halves the microbatch; on the CPU every tensor alive during the trial is counted.
     `reserved_bytes` stay free for what a trial does not show: optimizer state (8 bytes a parameter for Adam in fp32).
     `target` is the batch over all ranks, 32·sqrt(degree) if left out. In a process group every rank calls this, and
-    all get the smallest microbatch found. The model's parameters are not changed.
+    all get the smallest microbatch found. The model's parameters are not changed. Of a model on the meta device no step
+    can be tried: its memory is estimated for a GPU, `make_batch` gives its inputs, and `loss_fn` is not looked at.
     """
     degree = _degree(data_degree)
     wanted = round(32 * math.sqrt(degree)) if target is None else target
@@ -85,7 +90,13 @@ def plan_batch_size(
         )
     budget = memory_bytes - reserved_bytes
     most = min(_MAX_MICRO_BATCH, math.ceil(wanted / degree))
-    micro, peak = _largest(lambda count: _trial_bytes(model, make_batch, loss_fn, count, budget), budget, most)
+    is_measured = not is_on_meta(model)
+    if is_measured:
+        micro, peak = _largest(lambda count: _trial_bytes(model, make_batch, loss_fn, count, budget), budget, most)
+    else:
+        batch = make_batch(1)
+        inputs = batch[:1] if loss_fn is not None and isinstance(batch, tuple) else batch
+        micro, peak = upward.load(upward.BATCH_ESTIMATE)(model, inputs, budget, most)
     found = [(micro, peak)]
     if process_group.is_initialized():
         found = [(int(size), int(size_bytes)) for size, size_bytes in all_gather_object([micro, peak])]
@@ -105,6 +116,7 @@ def plan_batch_size(
         data_degree=degree,
         largest_micro_batch_size=largest,
         peak_bytes=max(size_bytes for _, size_bytes in found),
+        is_measured=is_measured,
     )
 
 

@@ -14,7 +14,7 @@ from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
 from torsh_distributed.planner.memory.rank_memory import estimate_memory
 from torsh_distributed.planner.model.profiling import profile_model
 from torsh_distributed.planner.search.auto_plan import ranked_plans
-from torsh_distributed.planner.search.layouts import meshes
+from torsh_distributed.planner.search.layouts import even_parts, meshes
 from torsh_distributed.planner.search.plan_variants import PlanVariants
 from torsh_distributed.planner.search.ranking import Ranking
 
@@ -72,6 +72,42 @@ def test_every_mesh_has_all_ranks_once() -> None:
     for axes in found:
         assert Plan(**axes).mesh.resolve(16).degrees == axes  # type: ignore[arg-type]
     assert len(found) == len({tuple(axes.values()) for axes in found})
+
+
+def test_a_batch_from_the_memory_left_is_micro_times_passes_times_ranks() -> None:
+    wanted = 100
+    base = Plan(training={"batch_size": wanted})
+    found = {}
+    for memory_bytes in (20e6, 90e6):
+        ranking = ranked_plans(
+            char_gpt(),
+            world_size=3,
+            machine=machine_named("a100-40gb"),
+            base=base,
+            memory_bytes=memory_bytes,
+            reserve=0.0,
+            batch="auto",
+        )
+        for one in ranking.plans:
+            training, degree = one.plan.training, one.plan.mesh.data_degree
+            one.plan.validate(3)
+            assert one.memory.peak_bytes <= memory_bytes
+            pieces = training.gradient_accumulation if one.plan.mesh.pp == 1 else one.plan.pipeline.num_microbatches
+            assert wanted <= training.batch_size < wanted + degree * (1 + pieces)
+            assert training.batch_size == one.memory.num_samples * pieces * degree
+        found[memory_bytes] = ranking.plans[0]
+    assert found[90e6].memory.num_samples > found[20e6].memory.num_samples
+    assert found[90e6].sample_s < found[20e6].sample_s
+    chosen = Plan.auto(char_gpt(), world_size=4, machine="a100-40gb", batch="auto")
+    assert chosen.training.batch_size >= 64, "32·sqrt(4), where nothing is said"
+
+
+def test_even_parts_are_the_fewest_passes_of_each_size() -> None:
+    assert list(even_parts(10)) == [(1, 10), (2, 5), (3, 4), (4, 3), (5, 2), (10, 1)]
+    for local in range(1, 60):
+        sizes = [samples for _, samples in even_parts(local)]
+        assert sizes == sorted({-(-local // passes) for passes in range(1, local + 1)}, reverse=True)
+        assert all(passes * samples >= local for passes, samples in even_parts(local))
 
 
 def test_plan_auto_gives_the_first_or_says_what_is_nearest() -> None:

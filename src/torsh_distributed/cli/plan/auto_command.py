@@ -19,6 +19,7 @@ from torsh_distributed.cli.plan.fit_command import (
     counted_optimizer,
     memory_bytes,
 )
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +41,14 @@ def auto(
         ),
     ] = None,
     memory: Memory = None,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="N|auto",
+            help="Samples of a step, over all ranks; auto: from the memory left, for at least the plan's batch.",
+        ),
+    ] = None,
     plan: PlanOption = None,
     sequence: Sequence = None,
     optimizer: OptimizerName = None,
@@ -57,8 +65,8 @@ def auto(
     inputs that were not measured are named.
     """
     base = Plan.compose(plan, environ=os.environ, command_line=assignments or ())
-    if batch is not None:
-        base = base.replace(training={"batch_size": batch})
+    if batch is not None and batch != "auto":
+        base = base.replace(training={"batch_size": _whole_number(batch)})
     from rich.console import Console
 
     from torsh_distributed.planner.machine.machine_profile import machine_named
@@ -80,11 +88,12 @@ def auto(
         sequence=sequence,
         example=found.example,
         is_simple=simple,
+        batch="auto" if batch == "auto" else None,
     )
     console = Console()
     console.print(f"optimizer: {known}", highlight=False, soft_wrap=True)
     if ranking.plans:
-        console.print(_table(ranking.plans[:_SHOWN], base.training.batch_size), highlight=False)
+        console.print(_table(ranking.plans[:_SHOWN], is_batch_free=batch == "auto"), highlight=False)
     for line in _notes(ranking, chosen, rejected=rejected):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if not ranking.plans:
@@ -95,7 +104,13 @@ def auto(
         console.print(f"the first one is in {output}: torsh run --plan {output} …", highlight=False, soft_wrap=True)
 
 
-def _table(plans: list[RankedPlan], batch: int) -> Table:
+def _whole_number(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigurationError(f"--batch {text} is no number of samples", hint="such as 1024, or auto")
+    return int(text)
+
+
+def _table(plans: list[RankedPlan], *, is_batch_free: bool) -> Table:
     from rich.table import Table
 
     columns = ("", "mesh", "shards", "recomputed", "pass", "GB (estimate)", "step (estimate)", "samples/s", "longest")
@@ -108,10 +123,10 @@ def _table(plans: list[RankedPlan], batch: int) -> Table:
             plan.mesh.equation,
             plan.fsdp.strategy if plan.mesh.shard > 1 else "",
             plan.activation.strategy,
-            f"{one.memory.num_samples} samples",
+            f"{one.memory.num_samples} samples" + (f" of {plan.training.batch_size:,}" if is_batch_free else ""),
             f"{one.memory.peak_bytes / 1e9:.2f}",
             f"{one.time.total_s * 1e3:,.1f} ms",
-            f"{batch / one.time.total_s:,.1f}",
+            f"{1 / one.sample_s:,.1f}",
             largest,
         )
     return shown

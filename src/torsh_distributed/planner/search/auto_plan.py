@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,13 +33,17 @@ def ranked_plans(
     sequence: int | None = None,
     example: Any = None,
     is_simple: bool = False,
+    batch: Literal["auto"] | None = None,
 ) -> Ranking:
     """Every legal layout of `world_size` ranks that fits, the fastest first, and why the others do not.
 
     `base` gives batch, formats and all that the search leaves alone. `reserve` is the share of a device's memory
-    that stays free.
+    that stays free. With `batch = "auto"` a layout takes the microbatch that is the fastest of those that fit, and as
+    many passes as the wanted batch needs, which may then be a little larger: that of `base`, else 32·sqrt(ranks).
     """
     chosen = base or Plan()
+    if batch == "auto" and "batch_size" not in chosen.training.model_fields_set:
+        chosen = chosen.replace(training={"batch_size": round(32 * math.sqrt(world_size))})
     search = PlanSearch(
         profile=profile_model(model, chosen, sequence=sequence, example=example),
         base=chosen,
@@ -48,6 +53,7 @@ def ranked_plans(
         limit_bytes=(memory_bytes or machine.memory_bytes) * (1 - reserve),
         limits=ModelLimits(model),
         is_simple=is_simple,
+        is_batch_free=batch == "auto",
     )
     return search.rank()
 

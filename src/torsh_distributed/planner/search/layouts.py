@@ -62,5 +62,17 @@ def accumulations(local_batch: int) -> Iterator[int]:
     return (count for count in range(1, local_batch + 1) if local_batch % count == 0)
 
 
+def even_parts(local_batch: int) -> Iterator[tuple[int, int]]:
+    """Numbers of passes and samples of each for at least `local_batch` samples of a rank, the largest passes first.
+
+    For a batch that may become a little larger: all passes have as many samples.
+    """
+    passes = 1
+    while passes <= local_batch:
+        samples = -(-local_batch // passes)
+        yield passes, samples
+        passes = max(passes + 1, -(-local_batch // (samples - 1)) if samples > 1 else local_batch + 1)
+
+
 def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_distributed.plan import Plan
-from torsh_distributed.planner.search.layouts import RECOMPUTING, SHARDING, Mesh, accumulations, pipelines
+from torsh_distributed.planner.search.layouts import (
+    RECOMPUTING,
+    SHARDING,
+    Mesh,
+    accumulations,
+    even_parts,
+    pipelines,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class PlanVariants:
 
     base: Plan
     has_blocks: bool
+    is_batch_free: bool = False
+    """Whether a batch may become larger, so that it divides evenly."""
     _sections: dict[object, Any] = field(default_factory=dict)
 
     def on(self, mesh: Mesh, local: int) -> Iterator[Variant]:
@@ -35,14 +44,26 @@ class PlanVariants:
             for pipeline in pipelines(mesh["pp"], local):
                 kind = (in_use, strategy, pipeline.get("schedule"))
                 for _, recomputing in RECOMPUTING if self.has_blocks else RECOMPUTING[:1]:
-                    for passes in accumulations(local) if mesh["pp"] == 1 else (1,):
+                    for training in self._passes(mesh, local, pipeline.get("num_microbatches", 1)):
                         changes: dict[str, Mapping[str, Any]] = {"mesh": mesh, "activation": recomputing}
-                        changes["training"] = {"gradient_accumulation": passes}
+                        changes["training"] = training
                         if pipeline:
                             changes["pipeline"] = pipeline
                         if mesh["shard"] > 1:
                             changes["fsdp"] = {"strategy": strategy}
                         yield Variant(changes, self._plan(changes), kind)
+
+    def _passes(self, mesh: Mesh, local: int, num_microbatches: int) -> Iterator[dict[str, Any]]:
+        """In how many passes a rank does its samples; with the batch, where that is free."""
+        if not self.is_batch_free:
+            yield from (
+                {"gradient_accumulation": passes} for passes in (accumulations(local) if mesh["pp"] == 1 else (1,))
+            )
+            return
+        whole = [(1, -(-local // num_microbatches) * num_microbatches)]
+        for passes, samples in even_parts(local) if mesh["pp"] == 1 else whole:
+            batch = passes * samples * mesh["dp"] * mesh["shard"] * mesh["ep"]
+            yield {"batch_size": batch, "gradient_accumulation": passes}
 
     def _plan(self, changes: Mapping[str, Mapping[str, Any]]) -> Plan:
         sections = {name: self._section(name, tuple(keys.items())) for name, keys in changes.items()}

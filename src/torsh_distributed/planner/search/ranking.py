@@ -34,6 +34,11 @@ class RankedPlan:
     time: StepTime
 
     @property
+    def sample_s(self) -> float:
+        """Seconds for each sample of a step: plans may have other batches."""
+        return self.time.total_s / self.plan.training.batch_size
+
+    @property
     def complexity(self) -> int:
         """How much a reader has to understand of it: axes in use, and what is recomputed."""
         axes = sum(degree > 1 for degree in self.plan.mesh.degrees.values())
@@ -75,9 +80,13 @@ class PlanSearch:
     limits: ModelLimits
     is_simple: bool = False
     """Whether to look at replicas and shards only."""
+    is_batch_free: bool = False
+    """Whether the batch of `base` is what is wanted at least: a layout may take the next one that divides evenly."""
 
     def __post_init__(self) -> None:
-        self._variants = PlanVariants(self.base, has_blocks=self.profile.num_blocks > 0)
+        self._variants = PlanVariants(
+            self.base, has_blocks=self.profile.num_blocks > 0, is_batch_free=self.is_batch_free
+        )
         self._predictor = StepPredictor(self.profile, self.machine, self.optimizer)
         device_type = self.machine.device_type
         self._recomputing = RecomputeSearch(self.profile, self._predictor, self.optimizer, device_type)
@@ -95,7 +104,7 @@ class PlanSearch:
                 continue
             self._try_mesh(mesh, ranking)
         if ranking.plans:
-            times = sorted(one.time.total_s for one in ranking.plans)
+            times = sorted(one.sample_s for one in ranking.plans)
             worst_s = times[min(_REFINED_LAYOUTS, len(times)) - 1]
             ranking.plans = [self._with_less_recomputed(one, worst_s) for one in ranking.plans]
         ranking.plans = _ordered(ranking.plans)
@@ -107,11 +116,11 @@ class PlanSearch:
         """The best plan on one mesh, or why there is none."""
         equation = " × ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1) or "one rank"
         batch, with_samples = self.base.training.batch_size, mesh["dp"] * mesh["shard"] * mesh["ep"]
-        if batch % with_samples:
+        if batch % with_samples and not self.is_batch_free:
             reason = f"a batch of {batch} does not divide over {with_samples} ranks with samples of their own"
             ranking.rejections.append(Rejection(equation, reason))
             return
-        local = batch // with_samples
+        local = -(-batch // with_samples)
         found = self._best(mesh, local, ranking)
         if isinstance(found, str):
             ranking.rejections.append(Rejection(equation, found))
@@ -132,7 +141,7 @@ class PlanSearch:
                 reason = refused
                 continue
             time = self._predictor.step_time(variant.plan)
-            timed.append((time.total_s, number, variant, time))
+            timed.append((time.total_s / variant.plan.training.batch_size, number, variant, time))
         for place, (_, _, variant, time) in enumerate(sorted(timed)):
             memory = estimate_peak(self.profile, variant.plan, self.optimizer, device_type=self.machine.device_type)
             missing = memory.peak_bytes - self.limit_bytes
@@ -157,16 +166,16 @@ class PlanSearch:
     def _with_less_recomputed(self, found: RankedPlan, worst_s: float) -> RankedPlan:
         """`found`, or a faster plan of its mesh that fits once some of its blocks are recomputed.
 
-        Looked for where it could be among the first `_REFINED_LAYOUTS`, of which the last takes `worst_s`.
+        Looked for where it could be among the first `_REFINED_LAYOUTS`, of which the last takes `worst_s` a sample.
         """
         for variant, none_s in self._too_large[found.plan.mesh.equation][:_REFINED_VARIANTS]:
-            if none_s >= min(worst_s, found.time.total_s) or not self.profile.num_blocks:
+            if none_s >= min(worst_s, found.sample_s) or not self.profile.num_blocks:
                 break
             changed = self._recomputing.within(variant.plan, self.limit_bytes)
             if changed is None or changed.activation.strategy != "budget":
                 continue  # as the variants have it
             time = self._predictor.step_time(changed)
-            if time.total_s < found.time.total_s:
+            if time.total_s / changed.training.batch_size < found.sample_s:
                 try:
                     plan = self.base.replace(**variant.changes).replace(activation=self._budget_keys(changed))
                     plan.validate(self.world_size)
@@ -208,12 +217,12 @@ def _last_line(error: ConfigurationError) -> str:
 
 
 def _ordered(plans: list[RankedPlan]) -> list[RankedPlan]:
-    """By predicted time; among those as fast as the fastest that is left, the simplest first."""
-    left = sorted(plans, key=lambda one: one.time.total_s)
+    """By predicted time of a sample; among those as fast as the fastest that is left, the simplest first."""
+    left = sorted(plans, key=lambda one: one.sample_s)
     found: list[RankedPlan] = []
     while left:
-        near = [one for one in left if one.time.total_s <= _TIE * left[0].time.total_s]
-        best = min(near, key=lambda one: (one.complexity, one.time.total_s))
+        near = [one for one in left if one.sample_s <= _TIE * left[0].sample_s]
+        best = min(near, key=lambda one: (one.complexity, one.sample_s))
         found.append(best)
         left.remove(best)
     return found
