@@ -182,7 +182,7 @@ def change_plan(engine: Changeable, change: RunningChange) -> None:
         if change.changes_section("fsdp"):
             engine.strategy.use_prefetch(plan.fsdp)
     except TorshError as error:  # a model or strategy that cannot
-        raise ConfigurationError(error.message, hint=error.hint, change=str(change)) from error
+        raise ConfigurationError(error.message, hint=error.hint, key=next(iter(change.values))) from error
     engine.plan = plan
     engine.learning_rate.multiply(change.learning_rate_factor)
     if change.changes_section("checkpoint"):
