@@ -61,7 +61,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                 tried += told
             rivals = {"as it began": Measurement.of(begun)}
             yield Row(name=f"a step, {name}", unit=Unit.SECONDS, ours=Measurement.of(ended), rivals=rivals)
-            yield Note(f"{name}: {', '.join(dict.fromkeys(tried)) or 'nothing was tried'}")
+            yield Note(text=f"{name}: {', '.join(dict.fromkeys(tried)) or 'nothing was tried'}")
     finally:
         world.close()
 
