@@ -96,6 +96,7 @@ def test_devices_learn_the_digits_though_server_and_a_device_are_killed(tmp_path
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(300)
 @pytest.mark.needs_library("cryptography")
 def test_devices_learn_the_digits_by_sums_alone_though_one_is_killed(tmp_path: Path) -> None:
     """Secure aggregation by the command line, with a list of the devices; four take part, and one dies in mid-run."""
