@@ -188,7 +188,7 @@ def refusals() -> list[str]:
     said = []
     for offload, sections in [
         ({**HOST, "gpu_memory_budget_gb": 20 * KB}, {}),
-        ({**HOST, "gpu_memory_budget_gb": 60 * KB}, {"fsdp": {"strategy": "shard_grad_op"}}),
+        ({**HOST, "gpu_memory_budget_gb": 50 * KB}, {"fsdp": {"strategy": "shard_grad_op"}}),
         ({**HOST, "cpu_memory_budget_gb": 60 * KB}, {}),
     ]:
         try:
