@@ -383,6 +383,23 @@ class LendingEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterEvent(Event):
+    """This process pushed gradients to parameter servers, or pulled parameters from them."""
+
+    kind: ClassVar[str] = "parameters"
+
+    operation: Literal["push", "pull"]
+    version: int
+    """The newest version that this process has pulled, of any server."""
+    num_bytes: int
+    """As they travelled."""
+    duration_s: float
+    """With the wait for other workers."""
+    staleness: int | None = None
+    """Of a push: the steps of other workers between the version that it was computed from and its own step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PressureEvent(Event):
     """Memory under a budget ran short and offload reacted; bytes are measured before and after."""
 
@@ -505,6 +522,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     RoutingEvent,
     RebalanceEvent,
     LendingEvent,
+    ParameterEvent,
     PressureEvent,
     DecisionEvent,
     SuggestionEvent,

@@ -11,6 +11,7 @@ from torch import nn
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
+from torsh_distributed.parallel.data.lone_replicas import LoneReplicas
 from torsh_distributed.parallel.expert.choose import expert_strategy, load_spread
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
@@ -27,8 +28,9 @@ from torsh_distributed.parallel.weights.model_weights import DrawnWeights, Model
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
 from torsh_distributed.plan.compatibility.recovery_rules import offloads_shards, pages_model
+from torsh_distributed.plan.compatibility.server_rules import is_served
 
-StrategyKind = Literal["composed", "paged", "replicated", "sharded_optimizer", "sharded"]
+StrategyKind = Literal["alone", "composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 
 
 def strategy_for(
@@ -66,6 +68,8 @@ def strategy_for(
     with_experts = expert_strategy(model, plan)
     if with_experts is not None:
         return with_experts
+    if kind == "alone":
+        return LoneReplicas(model)
     if kind == "paged":
         return paged_strategy(model, plan)
     if kind == "replicated":
@@ -109,6 +113,8 @@ def _load_whole(model: nn.Module, weights: ModelWeights) -> None:
 
 def strategy_kind(plan: Plan) -> StrategyKind:
     """The kind of strategy for a valid, resolved plan. A model with experts may get one of its own."""
+    if is_served(plan):
+        return "alone"
     if splits_model(plan):
         return "composed"
     if pages_model(plan):

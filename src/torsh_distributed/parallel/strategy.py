@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,6 +104,15 @@ class Strategy(ABC):
         return False
 
     @property
+    def steps_alone(self) -> bool:
+        """Whether a rank's step involves no other rank; then nothing in a step may wait for one."""
+        return False
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around what ranks do between steps with the parameters of all: evaluate, export; every rank calls this."""
+        return nullcontext()
+
+    @property
     def rows_multiple(self) -> int:
         """A pass of training takes a multiple of so many rows, or fewer than that."""
         return 1
@@ -190,6 +199,10 @@ class Strategy(ABC):
     @abstractmethod
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         """Start averaging a scalar over the parts of the batch; every rank calls this at the same point of a step."""
+
+    def mean_over_ranks(self, value: Tensor) -> PendingNumber:
+        """The same outside of steps."""
+        return self.mean_loss(value)
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:

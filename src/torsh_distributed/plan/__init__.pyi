@@ -17,6 +17,7 @@ from torsh_distributed.plan.sections.recovery import CheckpointConfig as Checkpo
 from torsh_distributed.plan.sections.recovery import ElasticConfig as ElasticConfig
 from torsh_distributed.plan.sections.recovery import RecoveryConfig as RecoveryConfig
 from torsh_distributed.plan.sections.recovery import RetryConfig as RetryConfig
+from torsh_distributed.plan.sections.server import ServerConfig as ServerConfig
 from torsh_distributed.plan.sections.training import ActivationConfig as ActivationConfig
 from torsh_distributed.plan.sections.training import CompileConfig as CompileConfig
 from torsh_distributed.plan.sections.training import PrecisionConfig as PrecisionConfig

@@ -14,6 +14,7 @@ from torsh_distributed.plan.sections.mesh import ContextConfig, MeshConfig, Pipe
 from torsh_distributed.plan.sections.observe import ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.plan.sections.recovery import CheckpointConfig, ElasticConfig, RecoveryConfig, RetryConfig
+from torsh_distributed.plan.sections.server import ServerConfig
 from torsh_distributed.plan.sections.training import ActivationConfig, CompileConfig, PrecisionConfig, TrainingConfig
 
 
@@ -40,6 +41,7 @@ class PlanArguments(TypedDict, total=False):
     retry: RetryConfig
     observe: ObserveConfig
     green: GreenConfig
+    server: ServerConfig
     dp: int
     shard: int
     tp: int
@@ -110,6 +112,9 @@ class PlanSections(Section):
 
     green: GreenConfig = GreenConfig()
     """What the run costs in energy."""
+
+    server: ServerConfig = ServerConfig()
+    """Whether ranks train through parameter servers."""
 
     def value(self, key: str) -> object:
         """The value under a full key such as `mesh.dp`."""

@@ -26,6 +26,7 @@ GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "checkpoint": ("checkpoint.enabled", (False,)),
     "elastic": ("elastic.enabled", (False,)),
     "green": ("green.enabled", (False,)),
+    "server": ("server.training", ("none",)),
 }
 """Section to the key, and the values of it, that turn the whole section off."""
 
@@ -59,6 +60,10 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "recovery.max_roll_backs": ("recovery.divergence", ("raise",)),
     "recovery.skip_batches": ("recovery.divergence", ("raise",)),
     "recovery.storage": ("checkpoint.enabled", (False,)),
+    "server.staleness": ("server.training", ("elastic_averaging",)),
+    "server.alpha": ("server.training", ("asynchronous",)),
+    "server.period": ("server.training", ("asynchronous",)),
+    "server.waits": ("server.training", ("asynchronous",)),
     "offload.disk_budget_gb": ("offload.disk_dir", (None,)),
     "activation.disk_budget_gb": ("activation.disk_dir", (None,)),
 }
@@ -105,6 +110,8 @@ def _gate_of_buckets(plan: PlanSections, key: str) -> str | None:
 
     Stages of a pipeline fill buckets too, but after their backward, so only bucketing and the size have an effect.
     """
+    if plan.server.training != "none":
+        return "server.training"
     if plan.mesh.pp > 1 and key not in ("ddp.bucketing", "ddp.max_bucket_size_mb"):
         return "mesh.pp"
     if key == "ddp.broadcast_buffers" or plan.mesh.ep > 1:

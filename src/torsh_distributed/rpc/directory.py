@@ -46,6 +46,7 @@ class WorkerDirectory:
     """The names in the store."""
 
     def __init__(self, store: dist.Store) -> None:
+        self.store = store
         self._store = dist.PrefixStore("rpc", store)
 
     def secret(self) -> bytes:

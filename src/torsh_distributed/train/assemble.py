@@ -23,6 +23,7 @@ from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, 
 from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
+from torsh_distributed.parallel.data.lone_replicas import LoneReplicas
 from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
@@ -123,6 +124,11 @@ def parallelize(
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     refuse_closures(made)
+    if isinstance(strategy, LoneReplicas):
+        # Here, not above: what calls servers is for few plans.
+        from torsh_distributed.train.optimizers.served_plan import keep_together
+
+        made = keep_together(strategy, made, chosen)
     strategy.bind(made)
     if deferred is not None:
         made.register_step_post_hook(deferred.note_update)
@@ -149,7 +155,7 @@ def parallelize(
     _suggest(engine)
     if strategy.data_degree * num_passes > 1:
         engine.forward_changes = ForwardChanges(
-            strategy.unwrapped, num_passes=num_passes, asks_others=engine.elastic is None
+            strategy.unwrapped, num_passes=num_passes, asks_others=engine.asks_others
         )
     return engine
 

@@ -268,7 +268,7 @@ class Engine:
             comparison, self.comparison = self.comparison, None
             comparison.run(self.loss, self._setting, to_device(whole, self.device))
         if self.gradient_hooks is not None:
-            self.gradient_hooks.take_late(self.strategy.whole_model, asks_others=self.elastic is None)
+            self.gradient_hooks.take_late(self.strategy.whole_model, asks_others=self.asks_others)
         if update.weights is None:
             update.weights = self.loss.begin(
                 self._setting, whole, pieces, evenness=self.feed.evenness, is_again=update.is_again
@@ -475,7 +475,7 @@ class Engine:
                 metrics=metrics,
             )
 
-        with attending_with(self.plan.training.attention):
+        with attending_with(self.plan.training.attention), self.strategy.together():
             return self._together(compute)
 
     def export(
@@ -496,7 +496,7 @@ class Engine:
         only. A model split over tp, pp or cp is put together on rank 0, which must have room for it.
         """
         seed = self.plan.training.seed + self.num_steps
-        with self.precision.computing():
+        with self.precision.computing(), self.strategy.together():
             return generate(self.strategy, self.device, seed, inputs, options)
 
     @torch.no_grad()
@@ -572,8 +572,13 @@ class Engine:
         return call() if self.elastic is None else self.elastic.protected(call)
 
     @property
+    def asks_others(self) -> bool:
+        """Whether ranks compare what they have in a step; one that joins later, or steps alone, would ask nobody."""
+        return self.elastic is None and not self.strategy.steps_alone
+
+    @property
     def _setting(self) -> StepSetting:
-        return StepSetting(self.strategy, self.precision, self.device, self.elastic is not None)
+        return StepSetting(self.strategy, self.precision, self.device, not self.asks_others)
 
     def _before_update(self) -> None:
         """Take the changes of the plan that are due."""
@@ -601,7 +606,7 @@ class Engine:
             num_done=self.ledger.num_samples,
             position=self.ledger.position,
             is_exactly_once=self.plan.training.exactly_once,
-            compares_ranks=self.elastic is None,  # one that joins later would compare alone
+            compares_ranks=self.asks_others,
             is_deterministic=self.plan.distributed.deterministic,
         )
 
@@ -632,10 +637,12 @@ class Engine:
         if math.isfinite(value):
             return
         mine = value if update is None else float(update.loss)
-        bad = [rank for rank, other in enumerate(all_gather_object(mine)) if not math.isfinite(other)]
+        rank = process_group.rank()
+        everyone = {rank: mine} if self.strategy.steps_alone else dict(enumerate(all_gather_object(mine)))
+        bad = [one for one, other in everyone.items() if not math.isfinite(other)]
         raise NonFiniteLoss(
             f"{what} of step {self.num_steps + 1} is {value}: no parameter was changed",
             step=self.num_steps + 1,
             ranks=bad,
-            rank=process_group.rank(),
+            rank=rank,
         )

@@ -303,6 +303,36 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"elastic": {"mode": "restart"}},
         1,
     ),
+    "servers-on-split-model": (
+        {"server": {"training": "asynchronous"}, "mesh": {"shard": 2}},
+        {"mesh": {"shard": 1, "dp": 2}},
+        2,
+    ),
+    "servers-with-averaged-gradients": (
+        {"server": {"training": "asynchronous"}, "compress": {"method": "int8"}},
+        {"server": {"push_codec": "int8"}, "compress": {"method": "none"}},
+        2,
+    ),
+    "servers-with-fp16": (
+        {"server": {"training": "asynchronous"}, "precision": {"dtype": "fp16"}},
+        {"precision": {"dtype": "bf16"}},
+        2,
+    ),
+    "servers-with-samples-of-all": (
+        {"server": {"training": "asynchronous"}, "training": {"gather_for_loss": True}},
+        {"server": {"training": "none"}},
+        2,
+    ),
+    "servers-with-recovery-of-steps": (
+        {"server": {"training": "asynchronous"}, "recovery": {"divergence": "roll_back", "roll_back_from": "memory"}},
+        {"recovery": {"divergence": "raise"}},
+        2,
+    ),
+    "codecs-of-elastic-averaging": (
+        {"server": {"training": "elastic_averaging", "push_codec": "int8"}},
+        {"server": {"push_codec": None}},
+        2,
+    ),
 }
 """Rule to a minimal plan that breaks it, what its way out changes, and the ranks of the broken plan."""
 

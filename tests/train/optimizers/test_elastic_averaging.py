@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from tests.bed.world import World
+from torsh_distributed.comm.store import open_store
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.rpc import RpcWorker
+from torsh_distributed.rpc.parameters import ParameterServer
 from torsh_distributed.train.optimizers import ElasticAveragingSGD
 
 RATE, ALPHA, PERIOD, STEPS = 0.1, 0.3, 3, 7
@@ -38,6 +43,7 @@ def elastic(resume_at: int | None) -> tuple[Tensor, Tensor]:
     for step in range(STEPS):
         if step == resume_at:
             kept, state = param.detach().clone(), optimizer.state_dict()
+            optimizer.finish()
             param = nn.Parameter(torch.zeros(4))
             optimizer = ElasticAveragingSGD([param], lr=RATE, alpha=ALPHA, period=PERIOD)
             param.data.copy_(kept)
@@ -49,6 +55,8 @@ def elastic(resume_at: int | None) -> tuple[Tensor, Tensor]:
     with optimizer.at_center():
         center = param.detach().clone()
     assert torch.equal(param, own)
+    optimizer.finish()
+    assert torch.equal(param, center)
     return own, center
 
 
@@ -71,9 +79,53 @@ def refused() -> list[str]:
 
 def test_what_would_diverge_is_refused(world: World) -> None:
     for texts in world.run(refused):
-        assert "alpha=1.0, num_ranks=2" in texts[0]
+        assert "alpha=1.0, num_workers=2" in texts[0]
         assert "alpha=-0.1" in texts[1]
         assert "period=0" in texts[2]
+
+
+def by_the_equations_one_after_the_other(turns: list[int]) -> tuple[list[Tensor], Tensor]:
+    xs, center, steps = [torch.ones(4), torch.ones(4)], torch.ones(4), [0, 0]
+    for rank in turns:
+        xs[rank] = xs[rank] - RATE * (xs[rank] - target_of(rank))
+        steps[rank] += 1
+        if steps[rank] % PERIOD == 0:
+            apart = ALPHA * (xs[rank] - center)
+            xs[rank], center = xs[rank] - apart, center + apart
+    return xs, center
+
+
+def test_without_waiting_each_worker_meets_the_centre_when_it_is_due() -> None:
+    turns = [0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1]
+    expected, expected_center = by_the_equations_one_after_the_other(turns)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_store("memory://"))
+        stack.enter_context(ParameterServer("ps", store=store))
+        workers = [stack.enter_context(RpcWorker(f"w{rank}", store)) for rank in range(2)]
+        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        optimizers = [
+            ElasticAveragingSGD(
+                [param],
+                lr=RATE,
+                alpha=ALPHA,
+                period=PERIOD,
+                consistency="async",
+                servers=["ps"],
+                num_workers=2,
+                worker=worker,
+            )
+            for param, worker in zip(params, workers, strict=True)
+        ]
+        for rank in turns:
+            optimizers[rank].zero_grad()
+            ((params[rank] - target_of(rank)).square().sum() / 2).backward()
+            optimizers[rank].step()
+        with optimizers[0].at_center():
+            torch.testing.assert_close(params[0].detach(), expected_center)
+        for param, value in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.detach(), value)
+        for optimizer in optimizers:
+            optimizer._served.client.close()
 
 
 def local_sgd() -> Tensor:

@@ -389,6 +389,14 @@ def backend(group: dist.ProcessGroup | None = None) -> str:
     return str(dist.get_backend(group))
 
 
+def store() -> dist.Store:
+    """The store in which the group's ranks met: for what they tell each other, under keys of their own."""
+    _require_group()
+    world = dist.group.WORLD
+    assert world is not None, "it was asked for"
+    return torch_world.pg_map[world][1]
+
+
 def roster() -> Roster:
     """Which ranks share a node, as found at the rendezvous."""
     return _require_world().roster

@@ -123,6 +123,12 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_checkpoint_step", gauge, "", "Step of the newest saved checkpoint.", "checkpoints"),
         define("torsh_expert_load_variation_ratio", gauge, ratio, "Spread of rows over experts.", "experts"),
         define("torsh_expert_dropped", counter, "", "Choices of experts without room.", "experts"),
+        define("torsh_parameter_pushes", counter, "", "Pushes to parameter servers.", "parameters"),
+        define("torsh_parameter_pulls", counter, "", "Pulls from parameter servers.", "parameters"),
+        define("torsh_parameter_version", gauge, "", "Version that was pulled last.", "parameters"),
+        define("torsh_parameter_staleness", distribution, "", "Versions that a gradient was behind.", "parameters"),
+        define("torsh_parameter_bytes", counter, size, "Gradients and parameters.", "parameters", ("operation",)),
+        define("torsh_parameter_seconds", distribution, seconds, "Time of each.", "parameters", ("operation",)),
         define("torsh_observe_dropped", counter, "", "Events that came too fast to be counted.", "observing"),
     )
     machine = (

@@ -45,6 +45,7 @@ _NUMBERS = (
     events.BucketEvent,
     events.MemoryEvent,
     events.RoutingEvent,
+    events.ParameterEvent,
 )
 
 
@@ -194,8 +195,18 @@ class RankCollector:
             case events.RoutingEvent():
                 self.metrics("torsh_expert_load_variation_ratio").record(event.load_variation)
                 self.metrics("torsh_expert_dropped").record(event.num_dropped)
+            case events.ParameterEvent():
+                self._add_parameters(event)
             case _:
                 self._add_mark(event)
+
+    def _add_parameters(self, event: events.ParameterEvent) -> None:
+        self.metrics("torsh_parameter_pushes" if event.operation == "push" else "torsh_parameter_pulls").record(1)
+        self.metrics("torsh_parameter_version").record(event.version)
+        self.metrics("torsh_parameter_bytes", event.operation).record(event.num_bytes)
+        self.metrics("torsh_parameter_seconds", event.operation).record(event.duration_s)
+        if event.staleness is not None:
+            self.metrics("torsh_parameter_staleness").record(event.staleness)
 
     # Steps
 

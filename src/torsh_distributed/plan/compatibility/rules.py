@@ -13,6 +13,7 @@ from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
 from torsh_distributed.plan.compatibility.gradient_rules import BATCH_RULES, GRADIENT_RULES, LOSS_RULES
 from torsh_distributed.plan.compatibility.recovery_rules import OFFLOAD_RULES, RECOVERY_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
+from torsh_distributed.plan.compatibility.server_rules import SERVER_RULES
 from torsh_distributed.plan.compatibility.speed_rules import SPEED_RULES
 from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.problems import Problem
@@ -26,6 +27,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     *LOSS_RULES,
     *SPEED_RULES,
     *RECOVERY_RULES,
+    *SERVER_RULES,
 )
 
 

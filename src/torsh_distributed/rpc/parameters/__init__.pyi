@@ -3,6 +3,6 @@ from torsh_distributed.rpc.parameters.parameter_follower import ParameterFollowe
 from torsh_distributed.rpc.parameters.parameter_follower import Publication as Publication
 from torsh_distributed.rpc.parameters.parameter_server import ParameterServer as ParameterServer
 from torsh_distributed.rpc.parameters.parameter_server import serve as serve
-from torsh_distributed.rpc.parameters.parameter_service import ServerStats as ServerStats
 from torsh_distributed.rpc.parameters.push_rounds import Consistency as Consistency
+from torsh_distributed.rpc.parameters.server_stats import ServerStats as ServerStats
 from torsh_distributed.rpc.parameters.shard import RowTable as RowTable

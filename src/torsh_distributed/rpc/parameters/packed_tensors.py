@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,11 @@ def unpack(packed: Packed) -> Tensor:
     if flat.numel() != numel:
         raise CompressionError("a packed tensor is of another size than it says", numel=flat.numel(), expected=numel)
     return flat.to(DTYPES[packed.tag]).view(packed.shape)
+
+
+def packed_bytes(packed: Iterable[Packed]) -> int:
+    """Bytes of values as they travel."""
+    return sum(one.nbytes if isinstance(one, Tensor) else one.payload.nbytes for one in packed)
 
 
 def check_codec(method: str | None, *, values_only: bool) -> None:

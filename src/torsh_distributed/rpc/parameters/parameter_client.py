@@ -3,71 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from torsh_distributed import events
 from torsh_distributed.errors import CommunicationError, InvalidArgument, RemoteError, TorshError
-from torsh_distributed.plan.sections.recovery import RetryConfig
-from torsh_distributed.retry import retry
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture
-from torsh_distributed.rpc.current_worker import current_worker
-from torsh_distributed.rpc.parameters.packed_tensors import GradientPacker, check_codec, unpack
+from torsh_distributed.rpc.parameters.packed_tensors import GradientPacker, Packed, check_codec, packed_bytes, unpack
 from torsh_distributed.rpc.parameters.parameter_server import SERVICE
-from torsh_distributed.rpc.parameters.parameter_service import ServerStats
 from torsh_distributed.rpc.parameters.push_rounds import Consistency
+from torsh_distributed.rpc.parameters.server_links import FIRST_WAIT_S, LONGEST_WAIT_S, ServerLinks
+from torsh_distributed.rpc.parameters.server_stats import ServerStats
 from torsh_distributed.rpc.parameters.shard import RowGradients, RowTable
 from torsh_distributed.rpc.rpc_worker import RpcWorker
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 0.2
 _FOR_EVER_S = 1e6
-_CALL_S = 30.0
-"""One attempt; longer waits, for other workers, are several."""
-
-
-class ServerLinks:
-    """Calls to all servers at once, repeated while one of them is not there. What is called may arrive twice."""
-
-    def __init__(self, servers: Sequence[str], worker: RpcWorker | None, timeout_s: float) -> None:
-        if not servers or len(set(servers)) != len(servers):
-            raise InvalidArgument("the servers are one or more different names", servers=", ".join(servers))
-        self.worker = current_worker() if worker is None else worker
-        self.names = list(servers)
-        self._timeout_s = timeout_s
-        policy = RetryConfig(
-            max_retries=10**6,
-            initial_delay_s=_FIRST_WAIT_S,
-            max_delay_s=_LONGEST_WAIT_S,
-            total_timeout_s=timeout_s,
-        )
-        self._finish = retry(policy)(self._finish_once)
-        self.worker.wait_for(self.names, timeout_s=timeout_s)
-
-    def call(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Call a method of these servers; all are under way before the first is waited for."""
-        futures: dict[str, RemoteFuture | None] = {name: self._begin(name, method, args[name]) for name in args}
-        return {name: self._finish(futures, name, method, args[name]) for name in futures}
-
-    def call_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """The same with the same arguments."""
-        return self.call(method, dict.fromkeys(self.names, args))
-
-    def _begin(self, name: str, method: str, args: tuple[Any, ...]) -> RemoteFuture | None:
-        try:
-            return self.worker.call_async(name, (SERVICE, method), args, timeout_s=min(_CALL_S, self._timeout_s))
-        except CommunicationError:
-            return None  # it is not there now
-
-    def _finish_once(
-        self, futures: dict[str, RemoteFuture | None], name: str, method: str, args: tuple[Any, ...]
-    ) -> Any:
-        future, futures[name] = futures[name], None
-        if future is None:
-            future = self.worker.call_async(name, (SERVICE, method), args, timeout_s=min(_CALL_S, self._timeout_s))
-        return future.result()
 
 
 class ParameterClient:
@@ -172,11 +127,13 @@ class ParameterClient:
         parts: dict[str, list[str]] = {server: [] for server in self._links.names} if names is None else {}
         for name in wanted:
             parts.setdefault(self._home(name), []).append(name)
+        begun_s = time.monotonic()
         replies = self._links.call("pull", {server: (part, self._pull_codec) for server, part in parts.items()})
         found = {}
         for server, (version, packed) in replies.items():
             self._versions[server] = version
             found.update({name: unpack(one) for name, one in packed.items()})
+        self._tell("pull", begun_s, [one for _, packed in replies.values() for one in packed.values()])
         return {name: found[name] for name in wanted}
 
     def pull_into(self, module: nn.Module) -> None:
@@ -197,10 +154,13 @@ class ParameterClient:
             server: ({name: torch.div(flat[place], len(self._links.names), rounding_mode="floor")}, self._pull_codec)
             for server, place in places.items()
         }
+        begun_s = time.monotonic()
+        replies = self._links.call("pull_rows", args)
         found = torch.empty(flat.numel(), dim)
-        for server, (version, packed) in self._links.call("pull_rows", args).items():
+        for server, (version, packed) in replies.items():
             self._versions[server] = version
             found[places[server]] = unpack(packed[name])
+        self._tell("pull", begun_s, [packed[name] for _, packed in replies.values()])
         return found.view(*rows.shape, dim)
 
     def push(
@@ -237,11 +197,36 @@ class ParameterClient:
             for server, member in self._members.items()
         }
         members, self._members = self._members, {}
+        begun_s = time.monotonic()
         replies: dict[str, int] = self._links.call("push", args)
         for member in members.values():
             member["sequence"] += 1
         self._members = members
+        staleness = max((replies[name] - 1 - base for name, base in self._versions.items()), default=None)
+        sent = [one for part in whole.values() for one in part.values()]
+        sent += [one for part in sparse.values() for _, one in part.values()]
+        self._tell("push", begun_s, sent, staleness=staleness)
         return max(replies.values())
+
+    def _tell(
+        self,
+        operation: Literal["push", "pull"],
+        begun_s: float,
+        packed: list[Packed],
+        *,
+        staleness: int | None = None,
+    ) -> None:
+        """Emit the event of a push or a pull, if somebody listens."""
+        if events.wanted(events.ParameterEvent):
+            events.emit(
+                events.ParameterEvent(
+                    operation=operation,
+                    version=max(self._versions.values(), default=0),
+                    num_bytes=packed_bytes(packed),
+                    duration_s=time.monotonic() - begun_s,
+                    staleness=staleness,
+                )
+            )
 
     def push_from(self, module: nn.Module, *, weight: float = 1.0) -> int:
         """Push the gradients of a module's parameters."""
@@ -304,6 +289,25 @@ class ParameterClient:
         self._links.call_all("publish", number)
         return number
 
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """What the servers' optimizer keeps for each parameter, as torch has it; without tables."""
+        return {name: one for found in self._links.call_all("optimizer_state").values() for name, one in found.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from these parameters and this state of the optimizer. One worker calls it, while none pushes."""
+        parts: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {name: ({}, {}) for name in self._links.names}
+        for name, tensor in tensors.items():
+            parts[self._home(name)][0][name] = tensor.detach()
+        for name, found in state.items():
+            parts[self._home(name)][1][name] = dict(found)
+        self._links.call("restore", parts)
+
+    def wait_for_end(self) -> None:
+        """Leave, and wait until no worker trains any more: what is pulled then is final."""
+        if self._members:
+            self.leave()
+        self._links.call_all("end")
+
     def save(self, path: str) -> None:
         """Each server copies its state to `path/NAME` on its node, to be started from there (`keep`)."""
         self._links.call("save", {name: (f"{path}/{name}",) for name in self._links.names})
@@ -365,7 +369,7 @@ class _Presence:
         self._future.add_done_callback(lambda _: self._changed.set())
 
     def _run(self) -> None:
-        wait_s = _FIRST_WAIT_S
+        wait_s = FIRST_WAIT_S
         while not self._is_closed.is_set():
             self._changed.wait()
             self._changed.clear()
@@ -373,11 +377,11 @@ class _Presence:
                 return
             try:
                 self._renew()
-                wait_s = _FIRST_WAIT_S
+                wait_s = FIRST_WAIT_S
             except (CommunicationError, InvalidArgument):  # not there yet, or its name is not
                 self._changed.set()
                 self._is_closed.wait(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _has_been_refused(self, future: RemoteFuture) -> bool:
         return future.done() and not future.cancelled() and isinstance(future.exception(), RemoteError)

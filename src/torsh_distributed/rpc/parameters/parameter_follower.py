@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.rpc.parameters.parameter_client import ServerLinks
+from torsh_distributed.rpc.parameters.server_links import ServerLinks
 from torsh_distributed.rpc.rpc_worker import RpcWorker
 
 

@@ -23,35 +23,15 @@ from torch import Tensor
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument, TorshError
 from torsh_distributed.rpc.parameters.absence_timers import AbsenceTimers
 from torsh_distributed.rpc.parameters.kept_tensors import KeptTensors
-from torsh_distributed.rpc.parameters.packed_tensors import Packed, check_codec, pack_values, unpack
+from torsh_distributed.rpc.parameters.packed_tensors import Packed, check_codec, pack_values, packed_bytes, unpack
 from torsh_distributed.rpc.parameters.publications import Publications
 from torsh_distributed.rpc.parameters.push_rounds import Consistency, Rounds
+from torsh_distributed.rpc.parameters.server_stats import ServerCounts, ServerStats
 from torsh_distributed.rpc.parameters.shard import Gradients, ParameterShard, RowTable, mean_of
-from torsh_distributed.rpc.serving.exposed import expose, sendable
+from torsh_distributed.rpc.serving.exposed import expose
 from torsh_distributed.rpc.serving.served_call import current_call
 
 _log = logging.getLogger(__name__)
-
-
-@sendable
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerStats:
-    """What a server has done since it started, and what it holds."""
-
-    version: int
-    num_parameters: int
-    """Elements, of all tensors."""
-    num_bytes: int
-    """With the optimizer's state and publications."""
-    workers: list[str]
-    num_pushes: int
-    num_repeated: int
-    """Pushes that were sent again although they were in the parameters already."""
-    num_pulls: int
-    num_refused: int
-    apply_s: float
-    """Seconds spent on steps of the optimizer."""
-    publication: int
 
 
 @dataclass
@@ -60,6 +40,7 @@ class _Waiting:
 
     gradients: Gradients
     weight: float
+    base: int | None
     answers: list[Future[int]] = field(default_factory=list)
 
 
@@ -78,8 +59,8 @@ class ParameterService:
         self._settled: list[tuple[Future[Any], Any]] = []
         self._snapshots: dict[str | None, tuple[int, dict[str, Packed]]] = {}
         self._absences = AbsenceTimers(lost_after_s, self._lose)
-        self._num_pushes = self._num_repeated = self._num_pulls = self._num_refused = 0
-        self._apply_s = 0.0
+        self._ends: list[Future[None]] = []
+        self._counts = ServerCounts()
         if "spec" in self._kept.values:
             self._load()
 
@@ -248,24 +229,26 @@ class ParameterService:
             rows={name: (indices, unpack(packed)) for name, (indices, packed) in rows.items()},
         )
         answer: Future[int] = Future()
+        num_bytes = packed_bytes([*whole.values(), *(packed for _, packed in rows.values())])
         with self._changing():
             shard, rounds = self._ready(), self._rounds
+            self._counts.received_bytes += num_bytes
             try:
                 is_repeated = rounds.is_repeated(worker, incarnation, sequence)
                 if not is_repeated and worker not in self._waiting:
                     rounds.check_version(worker, base, self._version)
                     shard.check(gradients)
             except TorshError:
-                self._num_refused += 1
+                self._counts.num_refused += 1
                 raise
-            self._num_repeated += is_repeated
+            self._counts.num_repeated += is_repeated
             if is_repeated:
                 self._ahead.append((worker, answer))
             elif rounds.consistency.kind == "bsp":
                 # A push that is sent again while it waits has the same gradients: only who is answered is new.
-                self._waiting.setdefault(worker, _Waiting(gradients, weight)).answers.append(answer)
+                self._waiting.setdefault(worker, _Waiting(gradients, weight, base)).answers.append(answer)
             else:
-                self._apply([worker], gradients)
+                self._apply({worker: base}, gradients)
                 self._ahead.append((worker, answer))
             self._go_on()
         return answer
@@ -277,25 +260,32 @@ class ParameterService:
             pushes = [self._waiting.pop(name) for name in here]
             answers = [(name, answer) for name, push in zip(here, pushes, strict=True) for answer in push.answers]
             try:
-                self._apply(here, mean_of([(push.gradients, push.weight) for push in pushes]))
+                bases = {name: push.base for name, push in zip(here, pushes, strict=True)}
+                self._apply(bases, mean_of([(push.gradients, push.weight) for push in pushes]))
                 self._ahead += answers
             except Exception as error:  # of the optimizer: every worker learns of it
                 self._settled += [(answer, error) for _, answer in answers]
         waiting, self._ahead = self._ahead, []
         for worker, answer in waiting:
             if self._rounds.may_go_on(worker):
+                self._counts.max_lead = max(self._counts.max_lead, self._rounds.lead(worker))
                 self._settled.append((answer, self._rounds.member(worker).version))
             else:
                 self._ahead.append((worker, answer))
+        if not here:
+            ends, self._ends = self._ends, []
+            self._settled += [(end, None) for end in ends]
 
-    def _apply(self, workers: list[str], gradients: Gradients) -> None:
+    def _apply(self, bases: dict[str, int | None], gradients: Gradients) -> None:
+        """A step with the pushes of these workers, computed from these versions."""
         start_s = time.perf_counter()
-        version = self._version + 1
-        rounds = self._rounds.applied(workers, version)
-        self._ready().apply(gradients, version=version, rounds=rounds.to_record())
+        before = self._version
+        rounds = self._rounds.applied(list(bases), before + 1)
+        self._ready().apply(gradients, version=before + 1, rounds=rounds.to_record())
         self._rounds = rounds
-        self._num_pushes += len(workers)
-        self._apply_s += time.perf_counter() - start_s
+        for base in bases.values():
+            self._counts.applied(before, base)
+        self._counts.apply_s += time.perf_counter() - start_s
 
     # Pulls
 
@@ -304,26 +294,29 @@ class ParameterService:
         check_codec(codec, values_only=True)
         with self._changing():
             shard, version = self._ready(), self._version
-            self._num_pulls += 1
+            self._counts.num_pulls += 1
             if codec not in self._snapshots or self._snapshots[codec][0] != version:
                 copies = {name: pack_values(name, shard.tensor(name).clone(), codec, version) for name in shard.names}
                 self._snapshots[codec] = (version, copies)
             found = self._snapshots[codec][1]
             for name in names or ():
                 shard.tensor(name)
-        return version, found if names is None else {name: found[name] for name in names}
+            wanted = found if names is None else {name: found[name] for name in names}
+            self._counts.sent_bytes += packed_bytes(wanted.values())
+        return version, wanted
 
     def pull_rows(self, wanted: dict[str, Tensor], codec: str | None) -> tuple[int, dict[str, Packed]]:
         """Rows of tables, by number."""
         check_codec(codec, values_only=True)
         with self._changing():
             shard, version = self._ready(), self._version
-            self._num_pulls += 1
+            self._counts.num_pulls += 1
             found = {}
             for name, rows in wanted.items():
-                shard.check(Gradients(rows={name: (rows, torch.empty(*rows.shape, shard.tensor(name).shape[-1]))}))
-                found[name] = shard.tensor(name)[rows]
-        return version, {name: pack_values(name, values, codec, version) for name, values in found.items()}
+                shard.check_rows(name, rows)
+                found[name] = pack_values(name, shard.tensor(name)[rows], codec, version)
+            self._counts.sent_bytes += packed_bytes(found.values())
+        return version, found
 
     # Followers
 
@@ -345,6 +338,27 @@ class ParameterService:
 
     # The rest
 
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps for each parameter, as torch has it; without tables."""
+        with self._lock:
+            return self._ready().state()
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, dict[str, Any]]) -> int:
+        """Go on from these parameters and this state of the optimizer, between pushes; returns the version."""
+        with self._changing():
+            for worker in list(self._waiting):
+                self._drop_waiting(worker, "the server was given other parameters")
+            self._ready().restore(tensors, state, version=self._version + 1)
+            return self._version
+
+    def end(self) -> Future[None]:
+        """Is answered when no worker trains any more."""
+        answer: Future[None] = Future()
+        with self._changing():
+            self._ends.append(answer)
+            self._go_on()
+        return answer
+
     def save(self, path: str) -> int:
         """Copy everything to a new directory of the server's node, to start a server from; returns the version."""
         with self._changing():
@@ -356,17 +370,23 @@ class ParameterService:
         """As of now."""
         with self._lock:
             self._ready()
+            counts = self._counts
             return ServerStats(
                 version=self._version,
                 num_parameters=sum(self._kept[name].numel() for name in self._kept.names("p/")),
                 num_bytes=self._kept.num_bytes,
                 workers=self._rounds.here,
-                num_pushes=self._num_pushes,
-                num_repeated=self._num_repeated,
-                num_pulls=self._num_pulls,
-                num_refused=self._num_refused,
-                apply_s=self._apply_s,
+                num_pushes=counts.num_pushes,
+                num_repeated=counts.num_repeated,
+                num_pulls=counts.num_pulls,
+                num_refused=counts.num_refused,
+                apply_s=counts.apply_s,
                 publication=self._publications.newest,
+                mean_staleness=counts.mean_staleness,
+                max_staleness=counts.max_staleness,
+                max_lead=counts.max_lead,
+                received_bytes=counts.received_bytes,
+                sent_bytes=counts.sent_bytes,
             )
 
     def _stop(self) -> None:

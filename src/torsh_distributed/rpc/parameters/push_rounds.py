@@ -147,9 +147,13 @@ class Rounds:
                 most_behind=most,
             )
 
+    def lead(self, name: str) -> int:
+        """Pushes that a worker is ahead of the slowest that is here; 0 for one that is not."""
+        here = [member.clock for member in self._members.values() if member.is_here]
+        return self.member(name).clock - min(here) if self.member(name).is_here else 0
+
     def may_go_on(self, name: str) -> bool:
         """Whether a worker's push is answered now: the slowest is close enough."""
-        here = [member.clock for member in self._members.values() if member.is_here]
         if self.consistency.kind != "bounded" or not self.member(name).is_here:
             return True
-        return self.has_begun and self.member(name).clock - min(here) <= self.consistency.staleness
+        return self.has_begun and self.lead(name) <= self.consistency.staleness

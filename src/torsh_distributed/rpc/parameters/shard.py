@@ -132,19 +132,56 @@ class ParameterShard:
                     parameter=tuple(self.tensor(name).shape),
                 )
         for name, (rows, gradient) in gradients.rows.items():
+            self.check_rows(name, rows)
             table = self.tensor(name)
-            fits = (
-                name in self._tables and rows.dtype == torch.int64 and gradient.shape == (*rows.shape, table.shape[1])
-            )
-            if not fits or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]):
+            if gradient.shape != (*rows.shape, table.shape[1]):
                 raise TensorShapeMismatch(
-                    "rows of a table are int64 numbers within it, with one gradient each",
+                    "every row that is pushed has one gradient",
                     name=name,
-                    is_table=name in self._tables,
                     rows=tuple(rows.shape),
                     gradient=tuple(gradient.shape),
                     table=tuple(table.shape),
                 )
+
+    def check_rows(self, name: str, rows: Tensor) -> None:
+        """Whether these are rows of a table here."""
+        table = self.tensor(name)
+        is_right = name in self._tables and rows.dtype == torch.int64 and rows.dim() == 1
+        if not is_right or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]):
+            raise TensorShapeMismatch(
+                "rows of a table are int64 numbers within it, with one gradient each",
+                name=name,
+                is_table=name in self._tables,
+                rows=tuple(rows.shape),
+                dtype=str(rows.dtype),
+                table=tuple(table.shape),
+            )
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """A copy of what the optimizer keeps for each parameter that is pulled as a whole."""
+        plain, keys = self._kept.values.get("plain", {}), self._kept.values.get("keys", {})
+        return {
+            name: {**plain.get(name, {}), **{key: self._kept[f"s/{key}/{name}"].clone() for key in keys.get(name, ())}}
+            for name in self.names
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]], **values: Any) -> None:
+        """Go on from these parameters and this state, kept together with the values; what is not named stays."""
+        self.check(Gradients(whole=dict(tensors)))
+        plain, keys = dict(self._kept.values.get("plain", {})), dict(self._kept.values.get("keys", {}))
+        try:
+            with self._kept.changing([(f"p/{name}", None) for name in tensors]):
+                for name, tensor in tensors.items():
+                    self.tensor(name).copy_(tensor)
+                for name, found in state.items():
+                    self.tensor(name)
+                    kept = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+                    for key, value in kept.items():
+                        self._kept.add(f"s/{key}/{name}", value.shape, value.dtype).copy_(value)
+                    keys[name], plain[name] = list(kept), {key: one for key, one in found.items() if key not in kept}
+                self._kept.commit(**values, plain=plain, keys=keys)
+        finally:
+            self._load()
 
     def apply(self, gradients: Gradients, **values: Any) -> None:
         """One step of the optimizer, kept together with these values. As before if the optimizer raises."""

@@ -60,7 +60,7 @@ def evaluate(
         strategy.model.train(was_training)
         for module, mode in modes:
             module.training = mode
-    loss_sum, count_sum = (strategy.mean_loss(value).wait() for value in sums)
+    loss_sum, count_sum = (strategy.mean_over_ranks(value).wait() for value in sums)
     if count_sum == 0:
         raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
     mean = loss_sum / count_sum

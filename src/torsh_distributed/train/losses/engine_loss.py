@@ -90,8 +90,8 @@ class StepSetting:
     strategy: Strategy
     precision: Precision
     device: torch.device
-    is_elastic: bool
-    """Ranks come and go: one that joins cannot ask the others what the loss is a mean of."""
+    is_alone: bool
+    """Ranks come and go, or step alone: one cannot ask the others what the loss is a mean of."""
 
 
 class EngineLoss:
@@ -151,7 +151,7 @@ class EngineLoss:
                 self._watched,
                 lambda part: self.compute(setting.strategy, setting.strategy.unwrapped, part),
                 setting.precision,
-                asks_others=not setting.is_elastic,
+                asks_others=not setting.is_alone,
                 num_rows=2 if self._plan.recovery.out_of_memory != "raise" else 8,
             )
             return probe.find_kind(batch)

@@ -1,236 +1,205 @@
-"""Asynchronous SGD with bounded staleness: ranks push gradients to the rank that holds the parameters.
+"""Asynchronous SGD with bounded staleness: workers push gradients to parameter servers, whose optimizer applies them.
 
-A rank waits for others only when it is more than `staleness` updates ahead of the slowest.
+A worker waits for others only when it is more than `staleness` updates ahead of the slowest.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import Optimizer
+from typing_extensions import override
 
-from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.comm.collectives.point_to_point import recv, send
-from torsh_distributed.comm.groups import process_group
-from torsh_distributed.comm.groups.manager import pair_groups
-from torsh_distributed.errors import InvalidArgument, OperationTimeout, TorshError
-
-_PUSH, _DONE = 1.0, 0.0
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.rpc.parameters import Consistency, ServerStats
+from torsh_distributed.rpc.rpc_worker import RpcWorker
+from torsh_distributed.train.optimizers.served_parameters import Params, ServedParameters
 
 
-class Center:
-    """The parameters that all ranks train, and how many updates each rank has made. Used by several threads."""
+class AsyncSGD(Optimizer):
+    """SGD, or another optimizer of torch, whose updates servers apply as gradients arrive.
 
-    def __init__(
-        self, params: list[Tensor], ranks: Iterable[int], *, staleness: int, timeout_s: float, **sgd: Any
-    ) -> None:
-        self._params = [torch.nn.Parameter(param.detach().clone()) for param in params]
-        self.optimizer = SGD(self._params, **sgd)
-        self._staleness = staleness
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._clocks: dict[int, float] = dict.fromkeys(ranks, 0)
-        self.num_updates = 0
-        self.max_lead = 0
+    `step()` sends this worker's gradients and receives the newest parameters, with the updates of other workers. A
+    gradient may be computed from parameters that lack up to `staleness` updates of each other worker; with None workers
+    never wait. Workers may take different numbers of steps. One that is killed is waited for as long as the server says
+    (`lost_after_s`), and one that joins takes what is there. `finish()` waits until all workers have left, and leaves
+    every one with the same parameters.
 
-    def push(self, rank: int, flat: Tensor) -> Tensor:
-        """Apply the gradients of `rank`, wait while it is too far ahead, and return the parameters, flat."""
-        with self._changed:
-            for param, grad in zip(self._params, _unflat(flat, self._params), strict=True):
-                param.grad = grad
-            self.optimizer.step()
-            self.num_updates += 1
-            self._clocks[rank] += 1
-            self._changed.notify_all()
-            self._wait(lambda: self._lead(rank) <= self._staleness, rank)
-            self.max_lead = max(self.max_lead, int(self._lead(rank)))
-            return self.flat()
-
-    def leave(self, rank: int) -> None:
-        """`rank` makes no further updates: other ranks stop waiting for it."""
-        with self._changed:
-            self._clocks[rank] = float("inf")
-            self._changed.notify_all()
-
-    def wait_for_all(self, rank: int) -> Tensor:
-        """The parameters after every rank has left."""
-        with self._changed:
-            self._wait(lambda: min(self._clocks.values()) == float("inf"), rank)
-            return self.flat()
-
-    def flat(self) -> Tensor:
-        """The parameters in one buffer."""
-        return _flat([param.detach() for param in self._params])
-
-    def _lead(self, rank: int) -> float:
-        slowest = min(self._clocks.values())
-        return 0 if slowest == float("inf") else self._clocks[rank] - slowest
-
-    def _wait(self, is_ready: Callable[[], bool], rank: int) -> None:
-        if not self._changed.wait_for(is_ready, self._timeout_s):
-            slowest = min(self._clocks.values())
-            raise OperationTimeout(
-                f"rank {rank} waited {self._timeout_s:g} s for slower ranks",
-                hint="raise staleness or timeout_s, or find out why the missing ranks are slow",
-                operation="async_sgd",
-                rank=rank,
-                missing_ranks=[other for other, clock in self._clocks.items() if clock == slowest],
-                staleness=self._staleness,
-            )
-
-
-class AsyncSGD:
-    """SGD whose updates are applied as they arrive, to the parameters that rank `server` holds; all ranks train.
-
-    `step()` sends this rank's gradients and receives the current parameters, including the updates of other ranks;
-    `finish()`, called by every rank, waits for all and leaves every rank with the same parameters. Ranks may take
-    different numbers of steps. A gradient may be computed from parameters that lack up to `staleness` updates of each
-    other rank; at 0 a rank starts an update once all have finished the previous one. No wait is longer than
-    `timeout_s`. A rank that fails does not stop the others; `finish()` raises its error on the server. Parameters are
-    floating-point, of one dtype and device; the server's are copied to all at the start. Every rank of the world
-    constructs it.
+    `servers` are names of servers (`torsh ps serve`) that `rpc` finds; without them rank 0 of the process group serves
+    in its own process, and every rank constructs this. No step is taken before `num_workers` have joined, by default
+    all ranks. `options` are those of the optimizer. Codecs are those of `ParameterClient`.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: Params,
         lr: float = 1e-3,
         *,
-        staleness: int = 4,
-        server: int = 0,
+        staleness: int | None = 4,
+        optimizer: str = "SGD",
+        servers: Sequence[str] | None = None,
+        num_workers: int | None = None,
+        worker: RpcWorker | None = None,
+        push_codec: str | None = None,
+        pull_codec: str | None = None,
         timeout_s: float = 300.0,
-        **sgd: Any,
+        **options: Any,
     ) -> None:
-        self._params = [param for param in params if param.requires_grad]
-        ranks = range(process_group.world_size())
-        self._rank, self._server = process_group.rank(), server
-        if staleness < 0 or server not in ranks or len({(p.dtype, p.device) for p in self._params}) != 1:
-            raise InvalidArgument(
-                "AsyncSGD needs staleness of at least 0, a server in the world, and parameters of one dtype and device",
-                staleness=staleness,
-                server=server,
-                world_size=len(ranks),
-                kinds=sorted({f"{param.dtype} on {param.device}" for param in self._params}),
-            )
-        for param in self._params:
-            broadcast(param.detach(), server)
-        self._timeout_s = timeout_s
+        if staleness is not None and staleness < 0:
+            raise InvalidArgument("staleness is a number of updates from 0, or None for no limit", staleness=staleness)
+        self._served: ServedParameters | None = None
+        found = ServedParameters(
+            params,
+            servers=servers,
+            num_workers=num_workers,
+            worker=worker,
+            push_codec=push_codec,
+            pull_codec=pull_codec,
+            timeout_s=timeout_s,
+        )
+        super().__init__(list(found.params.values()), {"lr": lr, **options})
+        kind = Consistency(kind="async", num_workers=found.num_workers)
+        if staleness is not None:
+            kind = Consistency(kind="bounded", staleness=staleness, num_workers=found.num_workers)
+        try:
+            found.create(kind, optimizer, lr=lr, **options)
+        except BaseException:
+            found.close()
+            raise
+        self._served = found
         self._is_finished = False
-        self._center: Center | None = None
-        self._threads: list[threading.Thread] = []
-        self._errors: list[TorshError] = []
-        pairs = pair_groups(server)
-        if self._rank != server:
-            self._pair = pairs[self._rank]
-            return
-        self._center = Center(self._params, ranks, staleness=staleness, timeout_s=self._timeout_s, lr=lr, **sgd)
-        self._threads = [threading.Thread(target=self._serve, args=pair, daemon=True) for pair in pairs.items()]
-        for thread in self._threads:
-            thread.start()
+        self._sent = self._options()
+        self.sets_options = True
+        """Whether this worker's learning rate is that of all: in a job of ranks, one says so."""
+        self.has_common_state = True
 
-    @property
-    def num_updates(self) -> int:
-        """Updates of all ranks so far, known on the server."""
-        return self._held().num_updates
+    def _open(self) -> ServedParameters:
+        if self._served is None or self._is_finished:
+            raise InvalidArgument("this optimizer has finished: it left the servers", hint="make a new AsyncSGD")
+        return self._served
 
-    @property
-    def max_lead(self) -> int:
-        """The most updates that a rank was ahead of the slowest when it continued; known on the server."""
-        return self._held().max_lead
+    def _options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.param_groups[0].items() if name in self.defaults}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the server's SGD: learning rates are changed there."""
-        return self._held().optimizer.param_groups
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise InvalidArgument(
+                "servers have one group of parameters", hint="give all parameters to AsyncSGD at once"
+            )
+        super().add_param_group(param_group)
 
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        for param in self._params:
-            param.grad = None
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Push the gradients and take the newest parameters. InvalidArgument if this worker was given up meanwhile."""
+        served = self._open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        options = self._options()
+        if self.sets_options and options != self._sent:
+            served.client.set_options(**options)
+            self._sent = options
+        served.client.push({name: param.grad for name, param in served.params.items() if param.grad is not None})
+        served.take()
+        return loss
 
-    def step(self) -> None:
-        """Send the gradients and take the newest parameters."""
-        if self._is_finished:
-            raise InvalidArgument("step() after finish(): the server has stopped", hint="make a new AsyncSGD")
-        grads = _flat([torch.zeros_like(param) if param.grad is None else param.grad for param in self._params])
-        self._take(self._exchange(grads) if self._center is None else self._center.push(self._rank, grads))
+    def stats(self) -> dict[str, ServerStats]:
+        """What each server has done: updates, staleness, bytes."""
+        return self._open().client.stats()
+
+    def take_newest(self) -> None:
+        """Copy the newest parameters to this worker, without a step."""
+        self._open().take()
+
+    def rejoin(self) -> None:
+        """After a step that failed: join again and take what is there; that step's gradient is in it, or dropped."""
+        served = self._open()
+        served.client.join()
+        served.take()
 
     def finish(self) -> None:
-        """Wait until every rank has called this; then all hold the same, final parameters."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        if self._center is None:
-            self._take(self._exchange(None))
-            return
-        self._center.leave(self._rank)
-        final = self._center.wait_for_all(self._rank)
-        for thread in self._threads:
-            thread.join(self._timeout_s)
-        self._take(final)
-        if self._errors:
-            raise self._errors[0]
+        """Leave, and wait until every worker has; then all have the same, final parameters."""
+        if not self._is_finished:
+            self._open().finish()
+            self._is_finished = True
 
+    def close(self) -> None:
+        """Leave without waiting for others; they go on, unless this process serves them."""
+        if self._served is not None and not self._is_finished:
+            self._is_finished = True
+            self._served.close()
+
+    # State
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The state of the server's SGD; called there."""
-        return self._held().optimizer.state_dict()
+        """The state of the servers' optimizer, as torch has it."""
+        self._take_state()
+        return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict()`, on the server."""
-        self._held().optimizer.load_state_dict(dict(state))
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict()` and this worker's parameters: they become those of all.
 
-    def _held(self) -> Center:
-        if self._center is None:
-            raise InvalidArgument(
-                "only the server knows this", hint=f"ask on rank {self._server}", rank=self._rank, server=self._server
+        Every rank of a process group calls this, with the same; without one a single worker does, while none steps.
+        """
+        super().load_state_dict(state_dict)
+        self.spread()
+
+    def _take_state(self) -> None:
+        served = self._open()
+        found = served.client.optimizer_state()
+        for name, param in served.params.items():
+            self.state.pop(param, None)
+            if found.get(name):
+                self.state[param] = {key: _like(value, param) for key, value in found[name].items()}
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, every rank has the same parameters, the newest, and the optimizer's state; every rank calls this."""
+        served = self._open()
+        served.meet()
+        served.take()
+        self._take_state()
+        served.meet()
+        yield
+
+    def spread(self) -> None:
+        """Parameters and state that this rank has loaded become those of all; every rank calls this."""
+        served = self._open()
+        served.meet()
+        if served.is_first:
+            values = {name: param.detach().cpu() for name, param in served.params.items()}
+            served.client.set_options(**self._options())
+            served.client.restore(
+                values, {name: _on_cpu(self.state.get(one, {})) for name, one in served.params.items()}
             )
-        return self._center
+        self._sent = self._options()
+        served.meet()
+        served.take()
 
-    def _exchange(self, grads: Tensor | None) -> Tensor:
-        """Send a message to the server; returns the parameters it answers with."""
-        like = self._params[0]
-        numel = sum(param.numel() for param in self._params)
-        body = like.new_zeros(numel) if grads is None else grads
-        message = torch.cat([like.new_full((1,), _DONE if grads is None else _PUSH), body])
-        send(message, self._server, group=self._pair, timeout_s=self._timeout_s)
-        answer = like.new_empty(numel)
-        recv(answer, self._server, group=self._pair, timeout_s=self._timeout_s)
-        return answer
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone has: nothing."""
+        return {}
 
-    def _serve(self, rank: int, pair: dist.ProcessGroup) -> None:
-        """The server's thread for another rank: receive its gradients, answer with parameters, until it is done."""
-        center = self._held()
-        message = self._params[0].new_empty(1 + sum(param.numel() for param in self._params))
-        try:
-            while True:
-                recv(message, rank, group=pair, timeout_s=self._timeout_s)
-                if message[0] == _DONE:
-                    center.leave(rank)
-                    send(center.wait_for_all(rank), rank, group=pair, timeout_s=self._timeout_s)
-                    return
-                send(center.push(rank, message[1:].clone()), rank, group=pair, timeout_s=self._timeout_s)
-        except TorshError as error:
-            self._errors.append(error)
-            center.leave(rank)
-
-    @torch.no_grad()
-    def _take(self, flat: Tensor) -> None:
-        for param, value in zip(self._params, _unflat(flat, self._params), strict=True):
-            param.copy_(value)
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _like(value: Any, param: Tensor) -> Any:
+    """Where torch keeps it: with the parameter, or on the host if it is a count of steps."""
+    return value.to(param.device) if isinstance(value, Tensor) and value.shape == param.shape else value
 
 
-def _unflat(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    pieces, start = [], 0
-    for tensor in like:
-        pieces.append(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
-    return pieces
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
