@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
 
-from benchmarks.harness import Budget, Case, Note, Row, Unit, compare
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit, compare
 from benchmarks.machine import ROOT
 from torsh_distributed import rpc
+from torsh_distributed.rpc.calling.link import Link, PendingCall
+from torsh_distributed.rpc.current_worker import current_worker
+from torsh_distributed.rpc.messages.lane_pair import CALL
+from torsh_distributed.rpc.serving.exposed import TABLE
 
 _CALLEE = "callee"
 _NUM_PIPELINED = 200
 _PAYLOAD_BYTES = 64 << 20
+_WINDOW_BYTES = 1 << 20
+_NUM_CONNECTIONS, _CALLS_EACH = 1000, 10
 
 
 @rpc.expose(inline=True)
@@ -39,6 +48,25 @@ def echo_on_a_thread(value: Any) -> Any:
 def size_of(tensor: torch.Tensor) -> int:
     """Looks at every page of it, as a function that uses it would."""
     return int(tensor.view(-1)[::1024].sum().item() >= 0) + tensor.nbytes
+
+
+@rpc.expose
+def allocate() -> None:
+    """A window of a megabyte."""
+    rpc.window("numbers", (_WINDOW_BYTES // 8,), torch.int64)
+
+
+@rpc.expose
+def allow_files() -> None:
+    """Open as many files as the system lets this process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@rpc.expose
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 _computing = threading.Event()
@@ -66,6 +94,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         rpc.wait_for_workers([_CALLEE])
         try:
             yield from _compared(budget)
+            yield from _windows(budget)
+            yield from _many_connections(budget)
         finally:
             rpc.call(_CALLEE, _finish)
             rpc.shutdown()
@@ -108,6 +138,58 @@ def _compared(budget: Budget) -> Iterator[Row]:
         budget=budget,
         amount=_PAYLOAD_BYTES,
         unit=Unit.BYTES_PER_SECOND,
+    )
+
+
+def _windows(budget: Budget) -> Iterator[Row]:
+    rpc.call(_CALLEE, allocate)
+    numbers = rpc.open_window(_CALLEE, "numbers")
+    values, copy = torch.ones(_WINDOW_BYTES // 8, dtype=torch.int64), torch.empty(_WINDOW_BYTES // 8, dtype=torch.int64)
+    for name, ours in (
+        ("window: put of 1 MB", lambda: numbers.put(values)),
+        ("window: get of 1 MB", lambda: numbers.get(out=copy)),
+    ):
+        yield compare(
+            name,
+            ours,
+            {"memcpy": lambda: copy.copy_(values)},
+            budget=budget,
+            amount=_WINDOW_BYTES,
+            unit=Unit.BYTES_PER_SECOND,
+        )
+    yield compare("window: fetch-and-add", lambda: numbers.fetch_and_add(0, 1), {}, budget=budget, unit=Unit.PER_SECOND)
+
+
+def _many_connections(budget: Budget) -> Iterator[Row | Note]:
+    """Every call's time from its sending to its reply, with all of them under way."""
+    allow_files()
+    rpc.call(_CALLEE, allow_files)
+    worker = current_worker()
+    num_links = 100 if budget.is_quick else _NUM_CONNECTIONS
+    before = rpc.call(_CALLEE, resident_bytes)
+    links = [worker._connect(_CALLEE) for _ in range(num_links)]
+    took_s: list[float] = []
+    try:
+        begun: list[tuple[Link, PendingCall, float]] = []
+        for number in range(_CALLS_EACH * num_links):
+            link = links[number % num_links]
+            pending = PendingCall("echo", time.monotonic() + 60.0)
+            begun.append((link, pending, time.perf_counter()))
+            link.begin(CALL, TABLE.name_of(echo), [number], {}, pending)
+        for number, (link, pending, start_s) in enumerate(begun):
+            if link.wait(pending) != number:
+                raise AssertionError(f"call {number} has another call's reply")
+            took_s.append(time.perf_counter() - start_s)
+        after = rpc.call(_CALLEE, resident_bytes)
+    finally:
+        for link in links:
+            link.close()
+    name = f"{num_links} connections, {_CALLS_EACH} calls under way on each: a call"
+    yield Row(name=name, unit=Unit.SECONDS, ours=Measurement.of(took_s))
+    p99 = sorted(took_s)[int(0.99 * len(took_s))]
+    yield Note(
+        text=f"{name}: all {len(took_s)} answered, p99 {1e3 * p99:.0f} ms from sending it to its reply; the callee took"
+        f" {(after - before) / num_links / 1024:.0f} KB for each connection"
     )
 
 
@@ -156,7 +238,7 @@ CASE = Case(
     about="""Two processes on one node, measured in turns. An echo is one call at a time, of a function that runs where
     the call is read (`inline=True`), or on a thread as torch's do; "computes" is a thread of the callee that multiplies
     matrices. Pipelined calls are sent 200 at a time before the first result is taken. 64 MB are sent, and read by the
-    callee; ours go through a sealed memory file; memcpy is one copy within a process. The rival is torch's RPC
-    (TensorPipe), with its defaults.""",
+    callee; ours go through a sealed memory file; memcpy is one copy within a process. Windows are memory of
+    the callee, which takes no part. The rival is torch's RPC (TensorPipe), with its defaults.""",
     rows=_rows,
 )

@@ -25,6 +25,10 @@ from torsh_distributed.rpc.torch_names import init_rpc as init_rpc
 from torsh_distributed.rpc.torch_names import rpc_async as rpc_async
 from torsh_distributed.rpc.torch_names import rpc_sync as rpc_sync
 from torsh_distributed.rpc.torch_names import shutdown as shutdown
+from torsh_distributed.rpc.windows.mpi_window import MpiWindow as MpiWindow
+from torsh_distributed.rpc.windows.mpi_window import mpi_windows as mpi_windows
+from torsh_distributed.rpc.windows.one_sided_window import OneSidedWindow as OneSidedWindow
+from torsh_distributed.rpc.windows.rdma_devices import rdma_devices as rdma_devices
 from torsh_distributed.rpc.windows.window import Window as Window
 from torsh_distributed.rpc.windows.window import open_window as open_window
 from torsh_distributed.rpc.windows.window import window as window

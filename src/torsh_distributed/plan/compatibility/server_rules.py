@@ -53,9 +53,18 @@ SERVER_RULES = (
     ),
     CompatibilityRule(
         name="servers-with-recovery-of-steps",
-        keys=("server.training", "elastic.enabled", "recovery.divergence", "recovery.out_of_memory"),
-        clashes=lambda plan: is_served(plan) and (plan.elastic.enabled or plan.recovery.acts_on_steps),
-        reason="these repeat steps that all ranks take together",
+        keys=(
+            "server.training",
+            "elastic.enabled",
+            "recovery.divergence",
+            "recovery.out_of_memory",
+            "training.auto_optimize",
+        ),
+        clashes=lambda plan: (
+            is_served(plan)
+            and (plan.elastic.enabled or plan.recovery.acts_on_steps or plan.training.auto_optimize != "off")
+        ),
+        reason="these change or repeat steps that all ranks take together",
         way_out="leave these out: AsyncSGD in a loop of one's own has workers that come and go",
     ),
     CompatibilityRule(

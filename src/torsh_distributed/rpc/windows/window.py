@@ -1,7 +1,7 @@
 """One-sided memory: a worker allocates a window, others put to it and get from it while that worker does anything else.
 
 On one node a window is shared memory, and an operation is a copy or an atomic instruction of the calling process: the
-owner does not take part, and may be stopped. Operations between nodes are not offered.
+owner does not take part, and may be stopped. Between nodes there is MPI (`mpi_window`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SegmentAddress, SharedSegment
 from torsh_distributed.comm.meeting.network_interface import network_identity
@@ -31,32 +32,25 @@ from torsh_distributed.errors import (
 from torsh_distributed.native import WINDOW_ATOMICS, load
 from torsh_distributed.rpc.current_worker import current_worker
 from torsh_distributed.rpc.rpc_worker import RpcWorker, To
+from torsh_distributed.rpc.windows.one_sided_window import ATOMIC_DTYPES, WHOLE_DTYPES, OneSidedWindow
+from torsh_distributed.rpc.windows.rdma_devices import refuse_nixl
 
 _LOCK_PLACE = PREAMBLE_BYTES
 _DATA_PLACE = PREAMBLE_BYTES + 128
-_KINDS = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float64: 3}
+_KINDS = {dtype: number for number, dtype in enumerate(ATOMIC_DTYPES)}
 """As the compiled module numbers them."""
-_WHOLE_KINDS = (torch.int32, torch.int64)
 
 
-class Window:
-    """A worker's memory as this process reaches it. Any thread. Places are counted in elements, row by row.
-
-    Single numbers of int32, int64, float32 and float64 are changed atomically. A put or get of more is not one
-    operation: others may see a part of it, unless all of them take the lock.
-    """
+class Window(OneSidedWindow):
+    """A worker's memory as another process of its node reaches it. Any thread."""
 
     provider = "shared memory"
-    """What carries the bytes."""
     kernel_bypass = True
-    """Whether bytes travel without calls of the kernel."""
 
     def __init__(self, segment: SharedSegment, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+        super().__init__(shape, dtype)
         self._segment = segment
         self._native = _atomics()
-        self._numel = self.shape.numel()
         self._itemsize = dtype.itemsize
         whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._bytes = whole[_DATA_PLACE : _DATA_PLACE + self._numel * self._itemsize]
@@ -66,63 +60,47 @@ class Window:
         self._fetch_add = self._native.fetch_add
 
     @property
+    @override
     def tensor(self) -> Tensor:
-        """The memory itself, for its owner: others may write to it at any time."""
         return self._bytes.view(self.dtype).view(self.shape)
 
+    @override
     def put(self, values: Tensor, place: int = 0) -> None:
-        """Write values from a place on."""
         values = self._checked(values, place)
         self._native.copy(self._first + place * self._itemsize, values.data_ptr(), values.nbytes)
 
-    def get(self, place: int = 0, numel: int | None = None, *, out: Tensor | None = None) -> Tensor:
-        """A copy of `numel` values from a place on, flat; of the whole window, in its shape, if neither is given.
-
-        `out`, a contiguous tensor of this dtype, takes them instead of new memory, and says how many.
-        """
-        if out is None:
-            is_whole = numel is None and place == 0
-            count = self._numel - place if numel is None else numel
-            out = torch.empty(self.shape if is_whole else max(0, count), dtype=self.dtype)
-        elif numel is not None and numel != out.numel():
-            raise InvalidArgument("out has another number of elements", numel=numel, out=out.numel())
-        self._check_range(place, out.numel() if numel is None else numel)
-        if out.dtype != self.dtype or not out.is_contiguous() or not out.is_cpu:
-            raise InvalidArgument("out is a contiguous tensor of the window's dtype on the CPU", dtype=str(out.dtype))
+    @override
+    def _read(self, place: int, out: Tensor) -> None:
         self._native.copy(out.data_ptr(), self._first + place * self._itemsize, out.nbytes)
-        return out
 
+    @override
     def accumulate(self, values: Tensor, place: int = 0) -> None:
-        """Add values from a place on, each atomically."""
-        self._need_kind(_KINDS)
+        self._need_dtype(ATOMIC_DTYPES)
         values = self._checked(values, place)
         self._native.accumulate(self._first + place * self._itemsize, values.data_ptr(), values.numel(), self._kind)
 
+    @override
     def fetch_and_add(self, place: int, value: float) -> int | float:
-        """Add to one number; returns what it was before."""
         if not 0 <= place < self._numel or self._kind < 0:
             self._check_range(place, 1)
-            self._need_kind(_KINDS)
+            self._need_dtype(ATOMIC_DTYPES)
         before: int | float = self._fetch_add(self._first + place * self._itemsize, self._kind, value)
         return before
 
+    @override
     def compare_and_swap(self, place: int, expected: int, wanted: int) -> int:
-        """Set one whole number if it is what is expected; returns what it was before."""
         self._check_range(place, 1)
-        self._need_kind(_WHOLE_KINDS)
+        self._need_dtype(WHOLE_DTYPES)
         before: int = self._native.compare_swap(self._first + place * self._itemsize, self._kind, expected, wanted)
         return before
 
+    @override
     def fence(self) -> None:
-        """What this thread has put is visible before anything that it puts afterwards."""
         self._native.fence()
 
     @contextmanager
+    @override
     def lock(self, *, timeout_s: float = 60.0) -> Iterator[bool]:
-        """Hold the window's lock, which excludes others that take it; OperationTimeout if it cannot be had in time.
-
-        Yields whether its last holder was killed while it had the lock, so that what it wrote may be half done.
-        """
         problem = self._native.lock_take(self._lock, timeout_s)
         if problem not in (0, errno.EOWNERDEAD):
             if problem == errno.ETIMEDOUT:
@@ -135,36 +113,26 @@ class Window:
         finally:
             self._native.lock_release(self._lock)
 
+    @override
     def close(self) -> None:
         """Close the file; the memory goes with the last window and tensor of it."""
         self._segment.close()
 
-    def _checked(self, values: Tensor, place: int) -> Tensor:
-        if values.dtype != self.dtype:
-            raise InvalidArgument("the values have another dtype", window=str(self.dtype), values=str(values.dtype))
-        self._check_range(place, values.numel())
-        return values.detach().cpu().contiguous()
-
-    def _check_range(self, place: int, numel: int) -> None:
-        if place < 0 or numel < 0 or place + numel > self._numel:
-            raise InvalidArgument(
-                f"access outside the window: elements {place} to {place + numel} of {self._numel}",
-                shape=tuple(self.shape),
-            )
-
-    def _need_kind(self, kinds: Any) -> None:
-        if self.dtype not in kinds:
-            raise FeatureNotAvailable(
-                f"this operation is not atomic for {self.dtype}",
-                hint=f"allocate the window as one of: {', '.join(map(str, kinds))}",
-                provider=self.provider,
-            )
-
 
 def window(
-    name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, worker: RpcWorker | None = None
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    worker: RpcWorker | None = None,
+    provider: Literal["shared memory", "nixl"] = "shared memory",
 ) -> Window:
-    """Allocate memory of zeros in this worker that others open by its name and the worker's."""
+    """Allocate memory of zeros in this worker that others of the node open by its name and the worker's.
+
+    Between nodes: `mpi_windows`. FeatureNotAvailable for a provider that is not offered, with what was looked for.
+    """
+    if provider == "nixl":
+        raise refuse_nixl()
     if dtype not in TAGS or any(size < 0 for size in shape):
         raise InvalidArgument("a window has a shape and an ordinary dtype", shape=tuple(shape), dtype=str(dtype))
     mine = current_worker() if worker is None else worker
@@ -193,7 +161,7 @@ def open_window(owner: To, name: str, *, worker: RpcWorker | None = None) -> Win
     if facts["network"] != network_identity():
         raise FeatureNotAvailable(
             f"worker {owner_name!r} is on another node, and windows are shared memory of one",
-            hint="call it (rpc.call), or put both on one node",
+            hint="call it (rpc.call), put both on one node, or use rpc.mpi_windows",
             looked_for="shared memory",
         )
     try:
