@@ -41,6 +41,9 @@ PLAIN_LOOP = """
     dist.destroy_process_group()
 """
 
+NO_TORCH = ("--start-method", "spawn")
+"""For scripts that do not import it: there is nothing to import once for all workers."""
+
 
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as answer:
@@ -104,7 +107,7 @@ def test_a_taken_port_and_an_unwritable_report_are_warnings(tmp_path: Path) -> N
         taken.listen()
         port = str(taken.getsockname()[1])
         options = ["--prometheus-port", port, "--html-report", "/proc/no/report.html"]
-        job = start(tmp_path, "print('trained')", *options, "--dashboard", "--dashboard-port", port)
+        job = start(tmp_path, "print('trained')", *NO_TORCH, *options, "--dashboard", "--dashboard-port", port)
         output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert output.count("trained") == 2
@@ -115,7 +118,8 @@ def test_a_taken_port_and_an_unwritable_report_are_warnings(tmp_path: Path) -> N
 
 
 def test_nobody_looks_and_nothing_is_started(tmp_path: Path) -> None:
-    job = start(tmp_path, "import os, threading\nprint(os.environ.get('TORSH_METRICS'), threading.active_count())")
+    script = "import os, threading\nprint(os.environ.get('TORSH_METRICS'), threading.active_count())"
+    job = start(tmp_path, script, *NO_TORCH)
     output, errors = job.communicate(timeout=60)
     assert output.count("None 2") == 2, (output, errors)
 
