@@ -52,6 +52,13 @@ def test_saved_bytes_are_those_of_a_real_forward(build: object, num_samples: int
     assert saved_bytes(profile_model(model), num_samples) == pytest.approx(really_saved(model, num_samples), rel=0.02)
 
 
+def test_a_batch_norm_that_refuses_one_sample_is_no_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    profile = profile_model(model, example=(torch.zeros(4, 8),))
+    forward = sum(part.forward_flops.at(6) for part in (profile.before, *profile.chain(), profile.after))
+    assert forward == pytest.approx(6 * 2 * (8 * 16 + 16 * 4))
+
+
 @pytest.mark.parametrize("build", [char_gpt, wide])
 def test_operations_are_those_of_torchs_counter(build: object) -> None:
     model = build()  # type: ignore[operator]

@@ -30,8 +30,8 @@ class BatchAmount:
 
     @classmethod
     def through(cls, first: float, second: float) -> BatchAmount:
-        """The line through the amounts of one sample and of two."""
-        return cls(2 * first - second, second - first)
+        """The line through the amounts of two samples and of three."""
+        return cls(3 * first - 2 * second, second - first)
 
     def at(self, num_samples: float) -> float:
         """The amount for a microbatch of `num_samples`."""

@@ -1,4 +1,4 @@
-"""Operations of two traces, for one sample and for two, as rows that hold for any number of samples."""
+"""Operations of two traces, for two samples and for three, as rows that hold for any number of samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def operation_rows(first: Sequence[TracedOperation], second: Sequence[TracedOper
     Where the traces differ in more than sizes, amounts are taken to grow with the samples.
     """
     names = [[one.name for one in traced] for traced in (first, second)]
-    pairs = zip(first, second, strict=True) if names[0] == names[1] else ((one, _doubled(one)) for one in first)
+    pairs = zip(first, second, strict=True) if names[0] == names[1] else ((one, _half_more(one)) for one in first)
     return tuple(_row(one, two, count) for (one, two), count in Counter(pairs).items())
 
 
-def _doubled(one: TracedOperation) -> TracedOperation:
-    shape = None if one.shape is None else (one.shape[0], 2 * one.shape[1], *one.shape[2:])
-    return TracedOperation(one.name, 2 * one.flops, 2 * one.moved, shape)
+def _half_more(one: TracedOperation) -> TracedOperation:
+    shape = None if one.shape is None else (one.shape[0], one.shape[1] * 3 // 2, *one.shape[2:])
+    return TracedOperation(one.name, one.flops * 3 // 2, one.moved * 3 // 2, shape)
 
 
 def _row(one: TracedOperation, two: TracedOperation, count: int) -> OperationRow:

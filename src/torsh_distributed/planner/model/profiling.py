@@ -1,4 +1,7 @@
-"""Makes the profile of a model: each distinct block is traced once, on fake tensors, for one sample and for two."""
+"""Makes the profile of a model: each distinct block is traced once, on fake tensors, for two samples and for three.
+
+Not for one: batch norms refuse it, and a batch of one has operations of its own.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def profile_model(
     tensors, refusal = _tensor_plan(model, chosen)
     layers = repeated_layers(model)
     with _traceable(model):
-        one, two = (_trace(model, layers, shape, number, chosen, tensors) for number in (1, 2))
+        one, two = (_trace(model, layers, shape, number, chosen, tensors) for number in (2, 3))
     params = param_counts(model, layers, one.called_before, tensors)
     blocks = tuple(
         _segment(type(layers[name]).__name__, params[name], one, two, index) for index, name in enumerate(one.first_of)
