@@ -51,6 +51,8 @@ class LiveMemory(TorchDispatchMode):
         return tensor.untyped_storage()._cdata
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "meta":  # of a fake tensor, made while a model is traced: it has no memory
+            return
         key = storage._cdata
         self._storages[key] = weakref.ref(storage)
         weakref.finalize(storage, self._storages.pop, key, None)
