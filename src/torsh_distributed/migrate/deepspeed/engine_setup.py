@@ -351,6 +351,11 @@ def core_plan(settings: RunSettings, *, is_trained: bool = True, experts: int = 
             "zero_optimization.offload_param is not part of this engine on a GPU",
             hint="offload the optimizer alone, or train with a plan that has offload.enabled",
         )
+    if settings.value("zero_optimization.offload_param.device") == "nvme" and process_group.rank() == 0:
+        _log.warning(
+            "zero_optimization.offload_param.device nvme has no effect on CPU ranks: parameters stay in memory; a plan"
+            " with offload.disk_dir keeps them on disk"
+        )
     num_ranks = process_group.world_size()
     sections: dict[str, Any] = {
         "mesh": {"dp": -1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,27 @@ def test_state_on_disk_gives_the_losses_of_one_process(world: World, tmp_path: P
         for rank in range(2):
             for stage in range(4):
                 assert by_rank[rank][stage][step] == pytest.approx(float(losses[rank].detach()), rel=1e-5), stage
+
+
+def parameters_on_disk(folder: str) -> list[str]:
+    """What is logged where a script's parameters should be on disk; runs on ranks."""
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torsh_distributed").addHandler(handler)
+    offload = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+    }
+    deepspeed.initialize(model=layer(), config=config)
+    return [text for text in seen if "offload_param" in text]
+
+
+@pytest.mark.ranks
+def test_parameters_that_stay_in_memory_are_said_on_one_rank(world: World, tmp_path: Path) -> None:
+    first, second = world.run(parameters_on_disk, str(tmp_path), num_ranks=2, backend="torsh")
+    assert len(first) == 1
+    assert "parameters stay in memory" in first[0]
+    assert second == []
