@@ -321,8 +321,9 @@ def with_empty_parameter(plan: Plan | None) -> list[float]:
     return losses
 
 
-def test_a_parameter_without_elements_is_no_obstacle(world: World) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_a_parameter_without_elements_is_no_obstacle(world: World, strategy: str) -> None:
     expected = with_empty_parameter(None)
-    plan = Plan(mesh={"shard": 2}, training={"steps": 3, "batch_size": 4})
+    plan = Plan(mesh={"shard": 2}, fsdp={"strategy": strategy}, training={"steps": 3, "batch_size": 4})
     for losses in world.run(with_empty_parameter, plan, backend="torsh"):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -46,7 +46,8 @@ class ShardedOptimizerState:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._grads: dict[nn.Parameter, DTensor] = {}
         for param in _params(optimizer):
-            if param.dim() > 0 and not is_left(param):  # a scalar cannot be sharded: every rank updates it equally
+            # A scalar and an empty tensor cannot be sharded: every rank updates them equally.
+            if param.dim() > 0 and param.numel() and not is_left(param):
                 self._shards[param] = nn.Parameter(_rows(param.data, mesh), requires_grad=param.requires_grad)
         self.cut_state()
         optimizer.register_step_pre_hook(self._before_step)
