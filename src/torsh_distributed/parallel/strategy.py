@@ -104,6 +104,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def follows_freezing(self) -> bool:
+        """Whether `requires_grad` of parameters may be changed between steps."""
+        return False
+
+    @property
     def steps_alone(self) -> bool:
         """Whether a rank's step involves no other rank; then nothing in a step may wait for one."""
         return False

@@ -53,6 +53,7 @@ from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
 from torsh_distributed.train.losses.step_weights import StepWeights
 from torsh_distributed.train.precision import decides_on_device, make_precision, only_if_finite
 from torsh_distributed.train.speed.attention_kernel import attending_with
+from torsh_distributed.train.trained_params import TrainedParams
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
@@ -138,6 +139,7 @@ class Engine:
         """For the first two updates: what looks for state that forwards change."""
         self.gradient_hooks: GradientHooks | None = None
         """The user's hooks on parameters, where gradients are not whole when autograd has them."""
+        self._trained = None if strategy.follows_freezing else TrainedParams(strategy.unwrapped)
         self.settings: dict[str, Any] = {}
         """What this rank was started with, plain values: all ranks have the same, and those that join later."""
         self.feed = BatchFeed(self.ledger, self.device, lambda: self.strategy)
@@ -581,7 +583,9 @@ class Engine:
         return StepSetting(self.strategy, self.precision, self.device, not self.asks_others)
 
     def _before_update(self) -> None:
-        """Take the changes of the plan that are due."""
+        """Take the changes of the plan that are due; refuse what the strategy cannot follow."""
+        if self._trained is not None:
+            self._trained.check()
         if self.changes is not None:
             self.changes.before_update(self)
         if self.auto_optimization is not None:

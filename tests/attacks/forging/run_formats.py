@@ -39,7 +39,8 @@ def _lines(path: Path, records: list[dict[str, object]]) -> None:
 
 def _sample(kind: type[events.Event], chosen: dict[str, object]) -> dict[str, object]:
     """An event of a kind, with a value of its type in every field."""
-    values = {"tuple[tuple": ((1, 2),), "tuple[str": ("a",), "tuple": (1, 2), "Phase": "forward", "Status": "open"}
+    values: dict[str, object] = {"dict[str": {"a": 1}, "'push'": "push"}  # before what stands in them
+    values |= {"tuple[tuple": ((1, 2),), "tuple[str": ("a",), "tuple": (1, 2), "Phase": "forward", "Status": "open"}
     values |= {"float": 0.5, "int": 3, "bool": True, "str": "joined"}
     found = {
         field.name: chosen.get(field.name, next(one for text, one in values.items() if text in str(field.type)))

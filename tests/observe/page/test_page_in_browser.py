@@ -54,6 +54,9 @@ class FullJob:
         self.view.take({**decided, "deadline": 9.1e8, "resumes_at": 9.01e8})
         spent = {"type": "budget", "time": 9e8, "rank": -1, "name": "CO2", "spent": 0.9, "limit": 1.0}
         self.view.take({**spent, "unit": "kg", "action": "warn"})
+        given = {"type": "federated_round", "time": 9e8, "rank": -1, "round": 0, "num_chosen": 10, "num_updates": 9}
+        given |= {"num_attempts": 1, "failures": {ATTACK: 1}, "figures": {ATTACK: 0.5}, "num_planned": 3}
+        self.view.take({**given, "bytes_up": 1000, "bytes_down": 2000, "duration_s": 1.5, "epsilon": 2.25})
 
     def state(self) -> dict[str, Any]:
         alert = {"id": "a-1", "name": ATTACK, "severity": "critical", "message": "memory", "time": 1.0}
@@ -93,6 +96,9 @@ def check_every_view(browser: Chromium) -> None:
     assert "no intensity is known" in browser.text("#energy")
     assert f"hold: {ATTACK}" in browser.text("#energy")
     assert "0.9 of 1 kg (90 %): warn" in browser.text("#energy")
+    assert "9 of 10" in browser.text("#federated")
+    assert ATTACK in browser.text("#federated")
+    assert "2.25" in browser.text("#federated-section")
     assert "saved" in browser.text("#checkpoints")
     assert "memory_leak" in browser.text("#anomalies")
     assert "accuracy" in browser.text("#custom")

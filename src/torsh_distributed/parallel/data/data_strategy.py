@@ -121,6 +121,11 @@ class DataParallel(Strategy):
 
     @property
     @override
+    def follows_freezing(self) -> bool:
+        return True
+
+    @property
+    @override
     def data_rank(self) -> int:
         return dist.get_rank(self._group)
 

@@ -19,7 +19,7 @@ from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel.data.bucket_clock import OverlapStats, auto_bucket
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.gradient_sync import (
@@ -115,11 +115,7 @@ class DistributedDataParallel(TorchDDP):
         self.num_buffer_syncs = 0
         """How often forward has begun to broadcast the buffers: once a step, if there are any."""
         self._reduce_dtype = reduce_dtype
-        self._trained = {
-            plain_name(name): param
-            for name, param in module.named_parameters()
-            if param.requires_grad and name not in self.parameters_to_ignore
-        }
+        self._settle_trained()
         self._gradient_sync = GradientSync(
             {id(param): name for name, param in self._trained.items()},
             chosen_group,
@@ -141,6 +137,27 @@ class DistributedDataParallel(TorchDDP):
         """torch builds its reducer and the buckets here."""
         if self._has_buckets:
             super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _settle_trained(self) -> None:
+        """Note which parameters are trained: buckets are built for them, and a later change is seen by it."""
+        named = [(name, one) for name, one in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        self._was_trained = [(param, param.requires_grad) for _, param in named]
+        self._trained = {plain_name(name): param for name, param in named if param.requires_grad}
+
+    def _follow_trained(self) -> None:
+        """Build the buckets again after `requires_grad` was changed: torch's would leave new gradients unaveraged."""
+        if self.compressor is not None:
+            raise FeatureNotAvailable(
+                "requires_grad of parameters was changed, and what compression carries over belongs to the buckets",
+                hint="freeze and unfreeze before the model is wrapped, or train without compression",
+                feature="requires_grad under compression",
+            )
+        self._settle_trained()
+        self._gradient_sync.rename({id(param): name for name, param in self._trained.items()})
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.find_unused_parameters = self._settings.find_unused_parameters
+        self._build_buckets()
+        self.find_unused_parameters = self.find_unused_parameters and not self._searches_loss
 
     def _need_buckets(self) -> None:
         """Build the buckets that a world of one does without, for features that need them; between steps."""
@@ -214,6 +231,8 @@ class DistributedDataParallel(TorchDDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._has_buckets:
             return self._forward_alone(inputs, kwargs)
+        if torch.is_grad_enabled() and any(param.requires_grad is not was for param, was in self._was_trained):
+            self._follow_trained()
         if torch.is_grad_enabled() and not self.require_backward_grad_sync:
             self._gradient_sync.has_pending = True
         try:

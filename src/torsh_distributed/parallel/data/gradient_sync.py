@@ -120,6 +120,11 @@ class GradientSync:
         """Whether the last bucket of a backward has been sent, since somebody said that it was not."""
         self.clock = BucketClock()
 
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Other parameters are trained, by `id`; their buckets are built again after it."""
+        self._names = names
+        self._infos, self._layout = {}, {}
+
     @property
     def compressor(self) -> GradientCompressor | None:
         """What compresses gradients; None without compression."""

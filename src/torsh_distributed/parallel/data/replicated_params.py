@@ -87,22 +87,28 @@ class ReplicatedGradients:
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._params = [param for param in params if param.requires_grad]
+        self._all = list(params)
         self._group = group
         self._averaged: list[Tensor] = []
 
+    @property
+    def _params(self) -> list[nn.Parameter]:
+        """Those that are trained now: layers may be frozen and unfrozen between steps."""
+        return [param for param in self._all if param.requires_grad]
+
     def average(self) -> None:
         """Average now, unless already done since the last step; every rank of the group calls this."""
-        if not self._params or self._group.size() == 1 or self._is_done():
+        params = self._params
+        if not params or self._group.size() == 1 or self._is_done():
             return
-        has_gradient = torch.tensor([float(param.grad is not None) for param in self._params])
-        flat = torch.cat([has_gradient.to(self._params[0].device), *(_gradient(param) for param in self._params)])
+        has_gradient = torch.tensor([float(param.grad is not None) for param in params])
+        flat = torch.cat([has_gradient.to(params[0].device), *(_gradient(param) for param in params)])
         mean = all_reduce(flat, op="mean", group=self._group)
-        used = mean[: len(self._params)] > 0
-        values = torch.split(mean[len(self._params) :], [param.numel() for param in self._params])
-        for param, is_used, value in zip(self._params, used.tolist(), values, strict=True):
+        used = mean[: len(params)] > 0
+        values = torch.split(mean[len(params) :], [param.numel() for param in params])
+        for param, is_used, value in zip(params, used.tolist(), values, strict=True):
             param.grad = value.view_as(param).to(param.dtype) if is_used else None
-        self._averaged = [param.grad for param in self._params if param.grad is not None]
+        self._averaged = [param.grad for param in params if param.grad is not None]
 
     def forget(self) -> None:
         """The optimizer has stepped: the next gradients are new."""

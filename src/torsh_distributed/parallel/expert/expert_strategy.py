@@ -75,6 +75,11 @@ class ExpertDataParallel(DataParallel):
 
     @property
     @override
+    def follows_freezing(self) -> bool:
+        return False  # which experts are averaged is noted once
+
+    @property
+    @override
     def forward_is_collective(self) -> bool:
         return self.data_degree > 1
 

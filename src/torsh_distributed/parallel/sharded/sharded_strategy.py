@@ -34,6 +34,11 @@ class Sharded(MeshStrategy):
     def model(self) -> nn.Module:
         return self.wrapped
 
+    @property
+    @override
+    def follows_freezing(self) -> bool:
+        return True
+
     @override
     def pieces(self) -> ModelPieces | None:
         sharded = next((param for param in self.unwrapped.parameters() if isinstance(param, DTensor)), None)
