@@ -128,3 +128,19 @@ def engine_losses_of_a_chain(sections: dict[str, Any]) -> None:
     for batch in engine.batches([(values, values)] * 2):
         engine.step(batch)
         engine.unwrapped.requires_grad_(True)
+
+
+def with_a_new_head() -> None:
+    model = made()
+    plan = td.Plan(mesh={"dp": 2}, training={"steps": STEPS})
+    engine = td.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, loss_fn=functional.mse_loss)
+    for batch in engine.batches(batches()):
+        engine.step(batch)
+        engine.unwrapped.second = nn.Linear(8, 4)
+        engine.optimizer.add_param_group({"params": list(engine.unwrapped.second.parameters())})
+
+
+def test_a_layer_that_the_model_gets_later_is_refused(world: World) -> None:
+    for outcome in world.outcomes(with_a_new_head, num_ranks=2, backend="torsh"):
+        assert isinstance(outcome.error, td.TorshError)
+        assert "shape (4, 8) that the model did not have" in str(outcome.error)

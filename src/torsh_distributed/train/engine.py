@@ -139,7 +139,7 @@ class Engine:
         """For the first two updates: what looks for state that forwards change."""
         self.gradient_hooks: GradientHooks | None = None
         """The user's hooks on parameters, where gradients are not whole when autograd has them."""
-        self._trained = None if strategy.follows_freezing else TrainedParams(strategy.unwrapped)
+        self._trained = TrainedParams(strategy.unwrapped, optimizer, follows_freezing=strategy.follows_freezing)
         self.settings: dict[str, Any] = {}
         """What this rank was started with, plain values: all ranks have the same, and those that join later."""
         self.feed = BatchFeed(self.ledger, self.device, lambda: self.strategy)
@@ -584,8 +584,7 @@ class Engine:
 
     def _before_update(self) -> None:
         """Take the changes of the plan that are due; refuse what the strategy cannot follow."""
-        if self._trained is not None:
-            self._trained.check()
+        self._trained.check()
         if self.changes is not None:
             self.changes.before_update(self)
         if self.auto_optimization is not None:
