@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import torsh_distributed as td
 from tests.bed.world import World
+from torsh_distributed.train import DistributedOptimizer
 
 STEPS = 6
 PLANS: dict[str, dict[str, Any]] = {
@@ -144,3 +145,19 @@ def test_a_layer_that_the_model_gets_later_is_refused(world: World) -> None:
     for outcome in world.outcomes(with_a_new_head, num_ranks=2, backend="torsh"):
         assert isinstance(outcome.error, td.TorshError)
         assert "shape (4, 8) that the model did not have" in str(outcome.error)
+
+
+def with_a_wrapped_optimizer() -> None:
+    model = made()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for step, (inputs, targets) in enumerate(batches()):
+        change(model, step)
+        functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_wrapped_optimizer_refuses_what_was_unfrozen_later(world: World) -> None:
+    for outcome in world.outcomes(with_a_wrapped_optimizer, num_ranks=2, backend="torsh"):
+        assert isinstance(outcome.error, td.TorshError)
+        assert "was unfrozen or added after the optimizer was wrapped" in str(outcome.error)

@@ -84,6 +84,7 @@ class DistributedOptimizer:
         kinds = [(param.dtype, param.device) for param in params]
         packs = plan_buckets([param.nbytes for param in params], kinds, bucket_bytes=max(1, int(bucket_mb * 2**20)))
         self._buckets = [_GradientBucket([params[index] for index in pack]) for pack in packs]
+        self._averaged = {id(param) for param in params}
         self._num_started = 0
         self._begin()
         if overlap:
@@ -112,6 +113,15 @@ class DistributedOptimizer:
 
     def synchronize(self) -> None:
         """Make `param.grad` the average over the ranks; `step` does it too, once. For clipping before the step."""
+        held = (param for group in self.param_groups for param in group["params"] if param.grad is not None)
+        late = [tuple(param.shape) for param in held if id(param) not in self._averaged]
+        if late:
+            raise InvalidArgument(
+                f"a parameter of shape {late[0]} was unfrozen or added after the optimizer was wrapped, so its gradient"
+                " is this rank's own",
+                hint="make a new DistributedOptimizer around the same optimizer after the change",
+                shapes=late,
+            )
         for bucket in self._buckets[self._num_started :]:
             self._start(bucket)
         for bucket in self._buckets:

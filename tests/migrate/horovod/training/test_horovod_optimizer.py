@@ -197,6 +197,15 @@ def rules() -> None:
     with pytest.raises(AssertionError, match="backward_passes_per_step"):
         model(torch.ones(3)).sum().backward()
     optimizer.synchronize()
+    frozen = nn.Linear(3, 2)
+    frozen.bias.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(frozen.parameters(), lr=0.1), named_parameters=frozen.named_parameters()
+    )
+    frozen.bias.requires_grad_(True)
+    frozen(torch.ones(3)).sum().backward()
+    with pytest.raises(ValueError, match="bias was unfrozen after"):
+        optimizer.step()
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), root_rank=0)
     with pytest.raises(ValueError, match="state_dict"):

@@ -102,6 +102,15 @@ class ReducingOptimizer(Optimizer):
         if not reduction.bucket_of:
             reduction.is_synchronized = True
             return
+        held = (param for group in self.param_groups for param in group["params"] if param.grad is not None)
+        late = [reduction.names[param] for param in held if param not in reduction.bucket_of]
+        if late:
+            raise InvalidArgument(
+                f"{late[0]} was unfrozen after hvd.DistributedOptimizer was made, so its gradient is this rank's own",
+                hint="unfreeze first, or make a new hvd.DistributedOptimizer after the change; under Horovod every rank"
+                " would update it by itself",
+                names=late,
+            )
         try:
             for bucket in reduction.buckets:
                 if not bucket.is_travelling:
