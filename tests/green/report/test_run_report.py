@@ -143,6 +143,7 @@ def test_a_browser_shows_the_page_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "energy.html").write_text(report_page(run_report(metered())))
     with Chromium(tmp_path / "profile") as browser:
         browser.open((tmp_path / "energy.html").as_uri())
+        browser.until("document.readyState === 'complete' && document.querySelector('h1') !== null")
         assert browser.text("h1") == "Energy of <b>run</b>"
         assert browser.ask("document.querySelectorAll('svg rect').length") == 60
         shown = browser.ask("document.querySelector('svg').getBoundingClientRect().height")
