@@ -48,17 +48,10 @@ CONFIG = FederatedConfig(rounds=3, clients_per_round=3, min_clients=3, local_epo
 
 
 @contextlib.contextmanager
-def serving(
-    directory: Path, config: FederatedConfig = CONFIG, port: int = 0, *, deadline_s: float = 20.0
-) -> Iterator[RoundServer]:
+def serving(directory: Path, config: FederatedConfig = CONFIG, port: int = 0) -> Iterator[RoundServer]:
     replica = ModelVector(DeviceTask().model())
     server = RoundServer(
-        config,
-        directory=directory,
-        fingerprint=replica.fingerprint,
-        numel=replica.numel,
-        port=port,
-        deadline_s=deadline_s,
+        config, directory=directory, fingerprint=replica.fingerprint, numel=replica.numel, port=port, deadline_s=20.0
     )
     try:
         yield server

@@ -113,20 +113,20 @@ def test_a_device_that_leaves_at_any_step_misses_no_more_than_the_round(
         assert [torch.equal(one, other) for one, other in zip(real.seen, virtual.seen, strict=True)] == [True, True]
 
 
-def failures_of(
-    place: Path, config: FederatedConfig, *tasks: SmallTask, deadline_s: float = 20.0, **options: Any
-) -> str:
+def failures_of(place: Path, config: FederatedConfig, *tasks: SmallTask, **options: Any) -> str:
     """Why clients did not count in one round with a device for each task."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(place / "server", config, deadline_s=deadline_s))
+        server = stack.enter_context(serving(place / "server", config))
         devices = [
             client(server, place, f"d-{i}", token=server.new_token(), task=task, **options)
             for i, task in enumerate(tasks)
         ]
         with running(*devices):
             when_all_are_there(server, len(tasks))
-            record = RoundLoop(FiveTask(), config, server, directory=None).run_round()
-            server.close(is_done=True)
+            try:
+                record = RoundLoop(FiveTask(), config, server, directory=None).run_round()
+            finally:
+                server.close(is_done=True)
     assert sum(record.failures.values()) == len(tasks) - record.num_updates
     return "; ".join(record.failures)
 
@@ -141,7 +141,7 @@ def test_a_device_sends_no_update_by_itself_if_it_takes_part_in_secure_aggregati
     assert "asks for this device's update by itself, and it takes part in secure aggregation only" in found
     other = dataclasses.replace(THREE, secure_aggregation=SecureAggregation(fewest=4), min_clients=4)
     with pytest.raises(CommunicationError, match="settings of secure aggregation are not those of this device"):
-        failures_of(tmp_path / "other", other, *(FiveTask() for _ in range(4)), deadline_s=5.0)
+        failures_of(tmp_path / "other", other, *(FiveTask() for _ in range(4)))
 
 
 def test_a_value_beyond_the_range_keeps_its_client_out_with_the_reason(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_value_beyond_the_range_keeps_its_client_out_with_the_reason(tmp_path:
 
 def test_a_device_that_is_not_on_the_list_stops_the_sum(tmp_path: Path) -> None:
     with pytest.raises(CommunicationError, match="is not a device that this one knows"):
-        failures_of(tmp_path, THREE, FiveTask(), FiveTask(), FiveTask(), deadline_s=5.0, peers={"d-0": bytes(32)})
+        failures_of(tmp_path, THREE, FiveTask(), FiveTask(), FiveTask(), peers={"d-0": bytes(32)})
 
 
 def test_two_devices_get_no_sum(tmp_path: Path) -> None:
