@@ -73,6 +73,8 @@ def _fits(name: str, value: Any, annotation: str) -> bool:
         return "tuple" in annotation and all(_is_entry(one, annotation) for one in value)
     if isinstance(value, Mapping):
         return "dict[str, " in annotation and all(_is_number(one, annotation) for one in value.values())
+    if "tuple[" in annotation or "dict[" in annotation:
+        return False  # one number is no row of numbers
     if isinstance(value, bool):
         return "bool" in annotation
     if isinstance(value, str):

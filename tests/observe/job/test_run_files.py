@@ -68,6 +68,19 @@ def test_only_events_become_events() -> None:
     )
     for bad in (None, [], {"type": "nothing"}, {"type": "step"}, {"type": "log", "level": 1, "message": "m"}):
         assert event_of(bad) is None
+    energy = {
+        "type": "energy",
+        "time": 1.0,
+        "rank": -1,
+        "node": 0,
+        "meter": "cpu",
+        "source": "rapl",
+        "is_measured": True,
+    }
+    energy |= {"joules": 5.0, "duration_s": 1.0}
+    assert isinstance(event_of({**energy, "ranks": [0, 1]}), events.EnergyEvent)
+    for ranks in (3, "3", [[0]], {"0": 1}):
+        assert event_of({**energy, "ranks": ranks}) is None
 
 
 def test_no_directory_is_an_error_with_a_hint(tmp_path: Path) -> None:
