@@ -266,5 +266,5 @@ def add_later() -> None:
 
 
 def test_parameters_that_nobody_owns_are_refused(world: World) -> None:
-    with pytest.raises(InvalidArgument, match="were added to an optimizer"):
+    with pytest.raises(InvalidArgument, match="that the model did not have in parallelize"):
         world.run(add_later, backend="torsh", timeout_s=110)
