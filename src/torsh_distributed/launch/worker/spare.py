@@ -151,11 +151,14 @@ def _fork_worker(
         if one is not client:
             one.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    own = os.pidfd_open(os.getpid())
     worker = os.fork()
     if worker == 0:
         os.setsid()
         os.write(writing, str(os.getpid()).encode())
-        _close([reading, writing])
+        if is_adopted:
+            select.select([own], [], [])  # only when its parent has ended does the script find the owner as its parent
+        _close([reading, writing, own])
         client.close()
         become_worker(order, fds)
         return True
