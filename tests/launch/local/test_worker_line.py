@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -108,6 +109,20 @@ line.send({{"type": "end"}})
         worker.on_message = lambda message: worker.loop.stop(0) if message["type"] == "end" else None
         worker.run()
     assert [message["type"] for message in worker.messages] == ["hello", "unheard-of", "end"]
+
+
+def test_what_a_worker_said_last_is_heard_although_it_left_a_question_unread() -> None:
+    heard: list[dict[str, Any]] = []
+    with Loop() as loop:
+        line = WorkerLine(loop, heard.append)
+        with socket.socket(fileno=os.dup(line.worker_fd)) as worker:
+            line.close_worker_end()
+            worker.send(b'{"type": "raised"}')
+            worker.send(b'{"type": "bye"}')
+            assert line.ask()
+        line.drain()
+        line.close()
+    assert [message["type"] for message in heard] == ["raised", "bye"]
 
 
 def test_unsound_messages_are_no_reports() -> None:

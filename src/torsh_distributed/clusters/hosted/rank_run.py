@@ -26,6 +26,7 @@ from torsh_distributed.clusters.hosted.forked_rank import ForkedRank, RankForker
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, FunctionWork, RankFailure, RankOutcome, RankTask
 from torsh_distributed.clusters.hosted.rank_variables import rank_folder
 from torsh_distributed.clusters.hosted.reporting import reporting_to
+from torsh_distributed.comm.transport.packets import receive_packet
 from torsh_distributed.comm.trust.job_secret import SECRET_FILE_VARIABLE, TOKEN_VARIABLE, write_secret_file
 from torsh_distributed.errors import ProcessFailure
 from torsh_distributed.launch.entry import check_entry, command_line
@@ -130,7 +131,7 @@ class RankRun:
         """Read what the rank says until its end is closed."""
         while True:
             try:
-                data = ours.recv(MAX_MESSAGE_BYTES)
+                data = receive_packet(ours, MAX_MESSAGE_BYTES)
             except OSError:
                 return
             if not data:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed.comm.transport.packets import receive_packet
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.worker.launcher_line import MAX_MESSAGE_BYTES
 
@@ -76,7 +77,7 @@ class WorkerLine:
     def _take(self) -> bool:
         """Take the next message; whether there was one."""
         try:
-            data = self._ours.recv(MAX_MESSAGE_BYTES)
+            data = receive_packet(self._ours, MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return False
         except OSError:

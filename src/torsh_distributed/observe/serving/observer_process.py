@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torsh_distributed.comm.transport.packets import receive_packet
 from torsh_distributed.observe.settings import ObserveSettings
 
 _MAX_MESSAGE_BYTES = 1 << 17
@@ -86,7 +87,7 @@ class ObserverProcess:
         found = []
         while self._is_open:
             try:
-                data = self.reports.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                data = receive_packet(self.reports, _MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except OSError:
@@ -114,7 +115,7 @@ class ObserverProcess:
             while self._is_open and (left_s := deadline - time.monotonic()) > 0:
                 self.reports.settimeout(left_s)
                 try:
-                    data = self.reports.recv(_MAX_MESSAGE_BYTES)
+                    data = receive_packet(self.reports, _MAX_MESSAGE_BYTES)
                 except OSError:
                     break
                 if not data:
@@ -153,7 +154,7 @@ def main() -> None:
         with contextlib.suppress(OSError):  # the launcher is gone
             control.send(f"{kind} {text}".encode()[:4096], socket.MSG_NOSIGNAL)
 
-    first = control.recv(_MAX_MESSAGE_BYTES)
+    first = receive_packet(control, _MAX_MESSAGE_BYTES)
     if not first:
         return
     observer = Observer(ObserveSettings.from_dict(json.loads(first)), tell)
@@ -163,7 +164,7 @@ def main() -> None:
 
         JsonlSink(events_dir)  # closed at exit; alerts go there
     observer.start()
-    while data := control.recv(_MAX_MESSAGE_BYTES):
+    while data := receive_packet(control, _MAX_MESSAGE_BYTES):
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
