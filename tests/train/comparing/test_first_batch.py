@@ -77,6 +77,32 @@ def test_what_mixes_positions_is_refused_by_name(world: World) -> None:
     assert all("set mesh.cp = 1" in one for one in said.values())
 
 
+def losses_without_first_labels(is_split: bool) -> list[float]:
+    """The first ranks' rows of the first batch have no label."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(mesh=MeshConfig(dp=2, tp=2) if is_split else MeshConfig())
+    engine = parallelize(model, optimizer, plan, loss_fn=masked_by_hand)
+    tokens = torch.randint(9, (8, 4), generator=torch.Generator().manual_seed(1))
+    labels = (tokens + 1) % 9
+    labels[:5] = -100
+    return [engine.step(batch) for batch in engine.batches([(tokens, labels)] * 3)]
+
+
+def masked_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    mask = (labels != -100).float()
+    return -(picked * mask).sum() / mask.sum().clamp(min=1)
+
+
+def test_rows_with_labels_are_compared_if_another_rank_has_them(world: World) -> None:
+    (expected,) = world.run(losses_without_first_labels, False, num_ranks=1)
+    for outcome in world.outcomes(losses_without_first_labels, True, num_ranks=4, backend="torsh"):
+        assert outcome.value == pytest.approx(expected, rel=1e-5), outcome.error
+        assert "without being compared" not in outcome.output
+
+
 def test_a_loss_that_reads_parameters_is_refused_where_ranks_hold_parts_of_them(world: World) -> None:
     said = run(world, [("decayed", axis) for axis in AXES])
     assert said.keys() == {("decayed", "tp"), ("decayed", "pp")}

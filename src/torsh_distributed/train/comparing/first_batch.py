@@ -35,7 +35,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.comparing.module_trail import Passage, first_difference, trail_of
 from torsh_distributed.train.comparing.refusal import Difference, refusal
-from torsh_distributed.train.comparing.small_batch import repeated, small_batch, with_padding
+from torsh_distributed.train.comparing.small_batch import num_ignored, repeated, small_batch, with_padding
 from torsh_distributed.train.comparing.whole_copy import WholeCopy
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
@@ -142,7 +142,7 @@ class FirstBatchComparison:
         strategy = setup.strategy
         device = setup.setting.device
         why_not = self._why_not
-        rows: Batch = None
+        rows, ignored = None, 0
         if setup.loss.is_collective or self._plan.training.loss_is == "global_mean":
             why_not = why_not or "ranks communicate in its loss"
         elif self._whole is not None and _lacks_memory(self._whole.num_bytes, device):
@@ -150,11 +150,18 @@ class FirstBatchComparison:
         try:
             num_rows = self._plan.pipeline.num_microbatches if self._plan.mesh.pp > 1 else _ROWS
             rows = small_batch(batch, num_rows=num_rows, cp=self._plan.mesh.cp)
+            ignored = num_ignored(rows)
         except Exception as error:
             why_not = why_not or f"no rows could be taken from its batch ({_said(error)})"
-        reasons: list[str | None] = all_gather_object(why_not)
-        if any(reasons):
-            return next(filter(None, reasons))
+        said: list[tuple[str | None, int]] = all_gather_object([why_not, ignored])
+        if any(reason for reason, _ in said):
+            return next(reason for reason, _ in said if reason)
+        # Rows without a label show nothing; another rank may have some with.
+        leaves, spec = tree_flatten(rows)
+        giver = min(range(len(said)), key=lambda rank: said[rank][1])
+        if giver != 0:
+            leaves = _with_tensors(leaves, broadcast_object(_tensors(leaves), giver), device)
+            rows = tree_unflatten(leaves, spec)
         for name, value in strategy.whole_tensors():
             if self._whole is not None:
                 self._whole.put(name, value)
@@ -166,9 +173,7 @@ class FirstBatchComparison:
                     return answer.why_not
                 if strategy.model.training and not answer.in_training:
                     draw_own_numbers(strategy.unwrapped)
-                leaves, spec = tree_flatten(rows)
-                given = iter(answer.tensors or ())
-                leaves = [next(given).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                leaves = _with_tensors(leaves, answer.tensors or (), device)
                 self._run_split(setup, batch, tree_unflatten(leaves, spec), answer)
             finally:
                 restore_random_state(state)
@@ -199,7 +204,7 @@ class FirstBatchComparison:
                     said = f"a loss of {loss:g}, or a gradient of it, is not finite"
                     continue
                 shapes = {name: tuple(grad.shape) for name, grad in whole.gradients().items()}
-                tensors = [leaf.cpu() for leaf in tree_leaves(chosen) if isinstance(leaf, Tensor)]
+                tensors = _tensors(tree_leaves(chosen))
                 changed = {name: value.cpu() for name, value in whole.changed.items()}
                 return _Answer(
                     None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed, whole.moved
@@ -407,6 +412,16 @@ class FirstBatchComparison:
 def _state(strategy: Strategy) -> dict[str, Tensor]:
     """The model's parameters and buffers as this rank holds them, by name."""
     return {plain_name(name): value for name, value in strategy.whole_model.state_dict(keep_vars=True).items()}
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _with_tensors(leaves: Sequence[Any], tensors: Sequence[Tensor], device: torch.device) -> list[Any]:
+    """The leaves of a batch with other tensors, in their order."""
+    given = iter(tensors)
+    return [next(given).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _computing(setup: _Setup, answer: _Answer) -> Any:

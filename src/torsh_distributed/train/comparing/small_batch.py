@@ -36,6 +36,13 @@ def small_batch(batch: Batch, *, num_rows: int, cp: int) -> Batch:
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, chosen)
 
 
+def num_ignored(rows: Batch) -> int:
+    """Labels of -100 in the first one of `rows`."""
+    found = torch.zeros(count_samples(rows))
+    _each(rows, lambda tensor: _add_ignored(found, tensor))
+    return int(found[0])
+
+
 def with_padding(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> Batch | None:
     """The batch with the end of its last row padded: labels of -100, and 0 in its attention mask.
 

@@ -76,10 +76,10 @@ class StepWeights:
     _counts: list[ComputedCount] = field(default_factory=list)
 
     @property
-    def usable_total(self) -> Tensor | None:
-        """C, or what was assumed if nothing counted."""
-        if self.total is None or self.assumed is None:
-            return self.total
+    def usable_total(self) -> Tensor:
+        """C, or what was assumed if nothing counted; once both are known."""
+        assert self.total is not None, "the ranks have added their counts"
+        assert self.assumed is not None, "counts come with the losses"
         return torch.where(self.total > 0, self.total, self.assumed)
 
     def is_borrowed(self, number: int) -> bool:
@@ -100,13 +100,14 @@ class StepWeights:
         self._counts.append(computed)
         if self.assumed is None:
             added = self._added()
-            # Any number will do where the step is corrected, but not the 0 of first microbatches without a label.
-            self.assumed = added if self.is_exact else torch.where(added > 0, added, 1.0) * self.num_pieces
+            # Where nothing counts any number will do: 0 of it are 0, as in one process, and steps may be corrected.
+            added = torch.where(added > 0, added, 1.0)
+            self.assumed = added if self.is_exact else added * self.num_pieces
         if self.is_exact:
             self.total = self.assumed
         elif number == self.num_pieces - 1:
             self.total = self._added()
-            self.correction = self.assumed / self.total
+            self.correction = self.assumed / self.usable_total
         return computed.count * self.strategy.num_sample_ranks / self.assumed
 
     def _added(self) -> Tensor:
