@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from tests.federated.small_task import Points, SmallTask
-from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument
 from torsh_distributed.federated import (
     CentralPrivacy,
@@ -29,6 +28,7 @@ from torsh_distributed.federated import (
     Scaffold,
     simulate,
 )
+from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat
 from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken
 from torsh_distributed.federated.deployment.device_messages import update_message
 from torsh_distributed.federated.model_vector import ModelVector
@@ -232,18 +232,18 @@ class OddClient(DeviceClient):
 
     tamper: Callable[[OddClient, Connection, bytes, memoryview], int]
 
-    def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
+    def _answer(self, connection: Heartbeat, head: Any, payload: memoryview) -> int:
         return type(self).tamper(self, connection, head[1], payload)
 
 
-def as_another(self: OddClient, connection: Connection, nonce: bytes, payload: memoryview) -> int:
+def as_another(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
     packed = b"anything"
     other = DeviceKey.load_or_make(self._server_file.parent / "other.key")
     connection.send(["update", nonce, other.sign(update_message(nonce, packed))], packed)
     return 0
 
 
-def garbage(self: OddClient, connection: Connection, nonce: bytes, payload: memoryview) -> int:
+def garbage(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
     packed = b"\xff" * 40
     connection.send(["update", nonce, self._key.sign(update_message(nonce, packed))], packed)
     return 0
@@ -258,8 +258,11 @@ class Recorded:
     def send(self, head: Any, payload: bytes) -> None:
         self.parts = [head, payload]
 
+    def beating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-def replayed(self: OddClient, connection: Connection, nonce: bytes, payload: memoryview) -> int:
+
+def replayed(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
     """The reply of the first round, once more in each later one, before the right one."""
     recorded = Recorded()
     DeviceClient._answer(self, recorded, ["work", nonce, b""], payload)  # type: ignore[arg-type]

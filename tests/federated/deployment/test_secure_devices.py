@@ -13,7 +13,6 @@ import torch
 
 from tests.federated.deployment.test_devices import CONFIG, DeviceTask, client, running, serving, when_all_are_there
 from tests.federated.small_task import SmallTask
-from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument
 from torsh_distributed.federated import (
     AsyncBuffer,
@@ -29,6 +28,7 @@ from torsh_distributed.federated import (
     SecureAggregation,
     simulate,
 )
+from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat
 from torsh_distributed.federated.deployment.known_peers import KnownPeers, peer_line, read_peers
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.secure_sum.packed_words import packed_bytes, unpack_words
@@ -79,7 +79,7 @@ class LeavesWhileMasking(DeviceClient):
     leaves_at = ""
     has_left = False
 
-    def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
+    def _answer(self, connection: Heartbeat, head: Any, payload: memoryview) -> int:
         if head[0] == self.leaves_at and not self.has_left:
             self.has_left = True
             raise ConnectionError("asleep")

@@ -120,6 +120,8 @@ def serve_command(
     tokens: Annotated[int, typer.Option(min=0, help="How many new enrolment tokens to print.")] = 0,
     revoke: Annotated[list[str] | None, typer.Option(help="A device that may not take part any more.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
+    heartbeat_s: Annotated[float, typer.Option(help="Devices say that they are there as often as this.")] = 10.0,
+    expire_s: Annotated[float, typer.Option(help="A device that was silent for so long is given up.")] = 60.0,
     rounds: Rounds = None,
     per_round: PerRound = None,
     min_clients: Annotated[int | None, typer.Option(min=1, help="The fewest updates that make a round.")] = None,
@@ -135,6 +137,7 @@ def serve_command(
 ) -> None:
     """Train with devices, which join over TLS."""
     from torsh_distributed.federated.async_buffer import AsyncBuffer
+    from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
     from torsh_distributed.federated.deployment.serve import serve_devices
     from torsh_distributed.federated.federated_task import load_task
 
@@ -164,6 +167,7 @@ def serve_command(
             num_tokens=tokens,
             revoked=revoke or [],
             deadline_s=deadline_s,
+            heartbeat=HeartbeatSettings(beat_s=heartbeat_s, expire_s=expire_s),
             say=typer.echo,
             on_round=_print_round,
         )

@@ -23,6 +23,7 @@ from torsh_distributed.errors import (
     first_line,
 )
 from torsh_distributed.federated.deployment.client_memory import ClientMemory
+from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat, HeartbeatSettings
 from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken, client_context
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
@@ -103,7 +104,7 @@ class DeviceClient:
         last_seen_s = time.monotonic()
         while True:
             try:
-                connection = self._join()
+                heartbeat = self._join()
             except OSError as error:
                 if isinstance(error, TorshError) and not isinstance(error, CommunicationError):
                     raise
@@ -116,16 +117,16 @@ class DeviceClient:
                 continue
             pause_s = _FIRST_PAUSE_S
             try:
-                while (head_payload := connection.receive(waits=True))[0] != ["end"]:
-                    num_updates += self._answer(connection, *head_payload)
+                while (message := heartbeat.receive()) is not None and message[0] != ["end"]:
+                    num_updates += self._answer(heartbeat, *message)
                 return num_updates
             except OSError as error:
                 _log.warning("the connection to the server ended: %s", first_line(error))
                 last_seen_s = time.monotonic()
             finally:
-                connection.close()
+                heartbeat.close()
 
-    def _join(self) -> Connection:
+    def _join(self) -> Heartbeat:
         """A connection to the server that this device was enrolled with. ConfigurationError if it refuses."""
         sock = socket.create_connection(self._address, timeout=_CONNECT_S)
         try:
@@ -142,13 +143,12 @@ class DeviceClient:
             )
         connection = over_tls(tls, 16 * self._replica.numel + _MOST_OTHER_BYTES, _CONNECT_S)
         try:
-            self._introduce(connection)
+            return Heartbeat(connection, self._introduce(connection))
         except BaseException:
             connection.close()
             raise
-        return connection
 
-    def _introduce(self, connection: Connection) -> None:
+    def _introduce(self, connection: Connection) -> HeartbeatSettings:
         (nonce,) = checked_head(connection.receive()[0], bytes)
         kind = "join" if self._token is None else "enrol"
         secret = b"" if self._token is None else self._token.secret
@@ -156,18 +156,20 @@ class DeviceClient:
         signature = self._key.sign(joining_message(kind, nonce, self._server_digest, self._name, fingerprint))
         connection.send([kind, self._name, self._key.public, secret, fingerprint, signature])
         head, _ = connection.receive()
-        if head != ["welcome"]:
+        if isinstance(head, list) and head[:1] != ["welcome"]:
             (reason,) = checked_head(head, str)
             raise ConfigurationError(f"the server refused this device: {reason}", device=self._name)
         if self._token is not None:
             with os.fdopen(open_private(self._server_file, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(self._server_digest)
             self._token = None
+        beat_s, expire_s = checked_head(head, float, float)
+        return HeartbeatSettings(beat_s=beat_s, expire_s=expire_s)
 
-    def _answer(self, connection: Connection, head: Any, payload: memoryview) -> int:
+    def _answer(self, heartbeat: Heartbeat, head: Any, payload: memoryview) -> int:
         """Do the work; how many updates were sent."""
         if isinstance(head, list) and head[:1] != ["work"]:
-            return self._answer_step(connection, head, bytes(payload))
+            return self._answer_step(heartbeat, head, bytes(payload))
         nonce, counted = checked_head(head, bytes, bytes)
         self._member = None
         try:
@@ -175,14 +177,15 @@ class DeviceClient:
             self._require_privacy(order)
             state = self._memory.state_after(counted) if order.keeps_state else {}
             work = order.work_of(self._name)
-            update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
+            with heartbeat.beating():
+                update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
             if new_state:
                 self._memory.remember(nonce, new_state)  # before the update: once sent, it may count
         except Exception as error:  # of the task's own code, or an order of another version
-            connection.send(["failed", nonce, f"{type(error).__name__}: {first_line(error)}"[:200]])
+            heartbeat.send(["failed", nonce, f"{type(error).__name__}: {first_line(error)}"[:200]])
             return 0
         if order.secure is None:
-            self._send(connection, "update", nonce, pack_update(update))
+            self._send(heartbeat, "update", nonce, pack_update(update))
             return 1
         context = SumContext(
             settings=order.secure,
@@ -194,10 +197,10 @@ class DeviceClient:
         self._member = SumMember(
             context, update.delta, update.num_samples, name=self._name, signer=self._key, unknown=self._peers.unknown
         )
-        self._send(connection, "sum", nonce, self._member.keys())
+        self._send(heartbeat, "sum", nonce, self._member.keys())
         return 0
 
-    def _answer_step(self, connection: Connection, head: list[Any], payload: bytes) -> int:
+    def _answer_step(self, heartbeat: Heartbeat, head: list[Any], payload: bytes) -> int:
         """A step of a secure sum; how many updates were sent."""
         (nonce,) = checked_head(head, bytes)
         member, self._member = self._member, None
@@ -207,14 +210,14 @@ class DeviceClient:
             answer = member.answer(str(head[0]), payload)
         except (ConfigurationError, InvalidArgument, SerializationError) as error:
             _log.warning("a step of a secure sum is refused: %s", error.message)
-            connection.send(["failed", nonce, error.message[:200]])
+            heartbeat.send(["failed", nonce, error.message[:200]])
             return 0
         self._member = member
-        self._send(connection, "sum", nonce, answer)
+        self._send(heartbeat, "sum", nonce, answer)
         return int(head[0] == "sealed")
 
-    def _send(self, connection: Connection, kind: str, nonce: bytes, payload: bytes) -> None:
-        connection.send([kind, nonce, self._key.sign(update_message(nonce, payload))], payload)
+    def _send(self, heartbeat: Heartbeat, kind: str, nonce: bytes, payload: bytes) -> None:
+        heartbeat.send([kind, nonce, self._key.sign(update_message(nonce, payload))], payload)
 
     def _require_privacy(self, order: RoundOrder) -> None:
         """Refuse work that would let the server see more than this device's own settings do."""

@@ -4,10 +4,11 @@
 
     server   ["hello", nonce]
     device   ["enrol" | "join", name, public key, token's secret or b"", model's fingerprint, signature]
-    server   ["welcome"] | ["refused", reason]
+    server   ["welcome", beat_s, expire_s] | ["refused", reason]
     server   ["work", nonce, counted] + order       device   ["update", nonce, signature] + update
     server   ["roster" | …, nonce] + what it says   device   ["sum", nonce, signature] + its answer
     server   ["end"]                                device   ["failed", nonce, reason]
+    both     ["alive"]
 
 A device signs the server's nonce together with the server's certificate, so its answer is of no use anywhere else. An
 update is signed with the nonce of the work that it answers: it counts once, for that work. `counted` is the nonce of

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
-import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,8 @@ from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.errors import ConfigurationError, SerializationError, TorshError, first_line
 from torsh_distributed.federated.client_selection import ClientFacts
+from torsh_distributed.federated.deployment.connected_device import ConnectedDevice
+from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
 from torsh_distributed.federated.deployment.device_identity import (
     DeviceKey,
     EnrolmentToken,
@@ -49,48 +48,6 @@ _JOIN_S = 10.0
 _MOST_STRANGERS = 64
 
 
-class _Device:
-    """A device that is connected. One thread sends and receives: TLS does not promise more."""
-
-    def __init__(self, name: str, public: bytes, connection: Connection) -> None:
-        self.name = name
-        self.public = public
-        self.connection = connection
-        self.nonce = b""
-        """Of the work it has; empty: none."""
-        self._outbox: deque[tuple[list[Any], bytes]] = deque()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
-
-    def say(self, head: list[Any], payload: bytes = b"") -> None:
-        """From any thread: have a message sent, with the server's lock held."""
-        if self._wakeup >= 0:
-            self._outbox.append((head, payload))
-            os.eventfd_write(self._wakeup, 1)
-
-    def replies(self) -> Iterator[tuple[Any, memoryview]]:
-        """What the device says; in between, what there is to say is sent. OSError when the device hangs up.
-
-        It does so when it has read the end, which may be after an update that nobody waits for any more.
-        """
-        poller = select.poll()
-        poller.register(self.connection.fileno(), select.POLLIN)
-        poller.register(self._wakeup, select.POLLIN)
-        while True:
-            for fd, _ in poller.poll():
-                if fd != self._wakeup:
-                    yield self.connection.receive()
-                    continue
-                os.eventfd_read(self._wakeup)
-                while self._outbox:
-                    head, payload = self._outbox.popleft()
-                    self.connection.send(head, payload)
-
-    def close(self) -> None:
-        """With the server's lock held."""
-        os.close(self._wakeup)
-        self._wakeup = -1
-
-
 class RoundServer:
     """A cohort of devices (see `Cohort`). A context manager; its threads end with it."""
 
@@ -104,6 +61,7 @@ class RoundServer:
         host: str = "127.0.0.1",
         port: int = 0,
         deadline_s: float = 600.0,
+        heartbeat: HeartbeatSettings | None = None,
     ) -> None:
         """`deadline_s`: of a round, and of waiting for `min_clients` devices before one."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,10 +69,11 @@ class RoundServer:
         self._fingerprint = fingerprint
         self._most_bytes = 16 * numel + (1 << 16)
         self._deadline_s = deadline_s
+        self._heartbeat = heartbeat or HeartbeatSettings()
         self._context, self.digest = server_context(directory, DeviceKey.load_or_make(directory / "server.key"))
         self.devices = DeviceList(directory)
         self._changed = threading.Condition()
-        self._connected: dict[str, _Device] = {}
+        self._connected: dict[str, ConnectedDevice] = {}
         self._facts: dict[str, ClientFacts] = {}
         self._open: SharedRound | BufferedWork | SumStep | None = None
         if config.buffer is not None:
@@ -278,7 +237,8 @@ class RoundServer:
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, on a thread of its own."""
-        device: _Device | None = None
+        device: ConnectedDevice | None = None
+        reason = "its connection ended"
         try:
             sock.settimeout(_JOIN_S)
             tls = self._context.wrap_socket(sock, server_side=True)
@@ -287,15 +247,16 @@ class RoundServer:
                 self._sockets.add(tls)
             sock = tls
             device = self._admit(over_tls(tls, self._most_bytes, _JOIN_S))
-            device.connection.limit(self._deadline_s)
             for head, payload in device.replies():
                 self._take(device, head, payload)
         except (OSError, SerializationError) as error:
             _log.info("a connection ended: %s", first_line(error))
+            if device is not None and isinstance(error, TimeoutError):
+                reason = device.heartbeat.silence()
         finally:
-            self._forget(device, sock)
+            self._forget(device, sock, reason)
 
-    def _admit(self, connection: Connection) -> _Device:
+    def _admit(self, connection: Connection) -> ConnectedDevice:
         """Who proves that it is an enrolled device, with the model of this server; BadFrame if not."""
         nonce = secrets.token_bytes(32)
         connection.send(["hello", nonce])
@@ -314,8 +275,8 @@ class RoundServer:
         except TorshError as error:
             connection.send(["refused", error.message])
             raise BadFrame(error.message) from error
-        device = _Device(name, public, connection)
-        connection.send(["welcome"])
+        connection.send(["welcome", self._heartbeat.beat_s, self._heartbeat.expire_s])
+        device = ConnectedDevice(name, public, connection, self._heartbeat)
         with self._changed:
             earlier = self._connected.get(name)
             self._connected[name] = device
@@ -325,7 +286,7 @@ class RoundServer:
             earlier.connection.cut()  # the device was started again before its end was noticed
         return device
 
-    def _take(self, device: _Device, head: Any, payload: memoryview) -> None:
+    def _take(self, device: ConnectedDevice, head: Any, payload: memoryview) -> None:
         """A reply. One that does not answer the device's work, or that it did not sign, is refused by itself."""
         if isinstance(head, list) and head[:1] == ["failed"]:
             nonce, reason = checked_head(head, bytes, str)
@@ -343,6 +304,8 @@ class RoundServer:
             except SerializationError as error:
                 problem = error.message
         with self._changed:
+            if device.heartbeat.bytes_per_s is not None:
+                self._facts_of(device.name).bytes_per_s = device.heartbeat.bytes_per_s
             if not self._is_awaited(device, nonce):
                 _log.warning("%s sent an update that answers no work of this round; it is ignored", device.name)
                 return
@@ -359,7 +322,7 @@ class RoundServer:
                 self._fail(device.name, problem)
             self._changed.notify_all()
 
-    def _is_awaited(self, device: _Device, nonce: bytes) -> bool:
+    def _is_awaited(self, device: ConnectedDevice, nonce: bytes) -> bool:
         return self._open is not None and device.name in self._open.waiting and nonce == device.nonce != b""
 
     def _fail(self, name: str, reason: str) -> None:
@@ -368,14 +331,14 @@ class RoundServer:
             self._open.fail(name, reason)
             self._changed.notify_all()
 
-    def _forget(self, device: _Device | None, sock: socket.socket) -> None:
+    def _forget(self, device: ConnectedDevice | None, sock: socket.socket, reason: str) -> None:
         with self._changed:
             self._sockets.discard(sock)
             if device is not None:
                 device.close()
             if device is not None and self._connected.get(device.name) is device:
                 del self._connected[device.name]
-                self._fail(device.name, "its connection ended")
+                self._fail(device.name, reason)
             self._changed.notify_all()
         sock.close()
 

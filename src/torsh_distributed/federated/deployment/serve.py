@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
 from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask
@@ -22,6 +23,7 @@ def serve_devices(
     num_tokens: int = 0,
     revoked: Sequence[str] = (),
     deadline_s: float = 600.0,
+    heartbeat: HeartbeatSettings | None = None,
     say: Callable[[str], None] = print,
     on_round: Callable[[RoundRecord], None] | None = None,
 ) -> FederatedResult:
@@ -40,6 +42,7 @@ def serve_devices(
         host=host,
         port=port,
         deadline_s=deadline_s,
+        heartbeat=heartbeat,
     )
     is_done = False
     try:
