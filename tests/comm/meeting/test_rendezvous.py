@@ -73,7 +73,8 @@ def test_a_rank_with_another_torch_is_named_with_both_versions() -> None:
 @pytest.mark.parametrize("ahead_s", [-60.0, 60.0])
 def test_a_rank_learns_how_far_its_clock_is_from_that_of_rank_0(ahead_s: float) -> None:
     store = dist.HashStore()
-    verdict = {"nodes": pack_nodes("ab"), "shares_loopback": False, "has_gpu_each": False, "has_gpus": False}
+    has_gpus = {"has_gpu_each": False, "has_gpus": False}
+    verdict = {"nodes": pack_nodes("ab"), "shares_loopback": False, **has_gpus, "unusable_backends": {}}
     verdict["clock_s"] = time.time() - ahead_s
     store.set("verdict/0", json.dumps(verdict))
     roster = join(store, rank=1, world_size=2, timeout_s=60)

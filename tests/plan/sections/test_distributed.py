@@ -18,8 +18,8 @@ from torsh_distributed.plan.sections.distributed import BACKENDS, DistributedCon
         pytest.param(
             {"backend": "glooo"},
             (
-                "distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device "
-                "such as cpu:gloo,cuda:nccl; got 'glooo'"
+                "distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, one per device "
+                "such as cpu:gloo,cuda:nccl, or a name that backend_module registers; got 'glooo'"
             ),
             "did you mean gloo?",
             id="unknown-backend",

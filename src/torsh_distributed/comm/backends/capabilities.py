@@ -20,7 +20,7 @@ from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.mpi.library import missing_mpi
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.reduce_op import ReduceOp
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, first_line
 
 Reductions = frozenset[tuple[ReduceOp, torch.dtype]]
 
@@ -38,6 +38,9 @@ _PROBED_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+
+_UNUSED_OF_TORCH = {dist.Backend.UNDEFINED, "mpi", "xccl"}
+"""In torch's list of backends, and not in its wheels for Linux."""
 
 
 def probe_reductions(group: Any, device: str = "cpu") -> Reductions:
@@ -64,6 +67,12 @@ def gloo_reductions() -> Reductions:
     return probe_reductions(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30)))
 
 
+def registered_backends() -> tuple[str, ...]:
+    """The backends of other packages that this process has registered with torch, by the names they chose."""
+    known = {kind.value for kind in BackendType} | _UNUSED_OF_TORCH
+    return tuple(name for name in dist.Backend.backend_list if name not in known)
+
+
 class BackendType(StrEnum):
     """The libraries that move bytes. `MPI` is real MPI through mpi4py: torch's wheels carry none."""
 
@@ -81,11 +90,14 @@ class BackendType(StrEnum):
         try:
             return cls(name.lower())
         except ValueError:
-            names = [kind.value for kind in cls]
+            names = [*(kind.value for kind in cls), *registered_backends()]
             near = difflib.get_close_matches(name.lower(), names, n=1)
             raise InvalidArgument(
                 "unknown backend",
-                hint=f"did you mean {near[0]!r}?" if near else f"use 'auto' or one of: {', '.join(names)}",
+                hint=f"did you mean {near[0]!r}?"
+                if near
+                else f"use 'auto' or one of: {', '.join(names)}; another package's is known once it is imported:"
+                " distributed.backend_module in a plan",
                 backend=name,
             ) from None
 
@@ -134,13 +146,16 @@ def why_unavailable(backend: BackendType) -> str:
 def choose_backend(name: str = "auto", *, device_type: str | None = None) -> str:
     """The backend to use: `auto` gives nccl where a CUDA device is used and torsh on the CPU.
 
-    A per-device form such as "cpu:gloo,cuda:nccl" is checked part by part and returned as it is.
+    A per-device form such as "cpu:gloo,cuda:nccl" is checked part by part and returned as it is. A name that another
+    package has registered with torch is taken as it is.
     Raises FeatureNotAvailable, with what is missing, if the chosen one cannot work here.
     """
     if name == "auto":
         device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         name = "cpu:gloo,cuda:nccl" if device == "cuda" else "torsh"
     for part in name.split(","):
+        if part.split(":")[-1].strip().lower() in registered_backends():
+            continue
         backend = BackendType.parse(part.split(":")[-1].strip())
         missing = why_unavailable(backend)
         if missing:
@@ -150,6 +165,15 @@ def choose_backend(name: str = "auto", *, device_type: str | None = None) -> str
                 backend=backend.value,
             )
     return name
+
+
+def why_unusable(name: str) -> str:
+    """Why `choose_backend` refuses a name in this process; empty if it does not."""
+    try:
+        choose_backend(name)
+    except (FeatureNotAvailable, InvalidArgument) as error:
+        return first_line(error)
+    return ""
 
 
 @functools.cache

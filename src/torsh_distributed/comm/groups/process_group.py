@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torsh_distributed import events
-from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.backends.capabilities import choose_backend, why_unusable
 from torsh_distributed.comm.backends.gloo import new_connections, patient_threads
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import (
@@ -37,6 +37,7 @@ from torsh_distributed.comm.torch_internals import _world as torch_world
 from torsh_distributed.comm.trust.job_tls import require_encryption
 from torsh_distributed.errors import (
     BackendNotInitialized,
+    FeatureNotAvailable,
     InvalidArgument,
     OperationTimeout,
     RankOutOfBounds,
@@ -66,6 +67,8 @@ class _World:
     """Environment variables that name the network interface to torch's backends, set while the world is up."""
     node: str | None
     """The name of this rank's node, where its launcher gave one."""
+    device: torch.device | None = None
+    """The device that the caller bound this rank to."""
     generation: int = 0
 
 
@@ -86,17 +89,22 @@ def start_world(
     node: str | None = None,
     num_local_ranks: int | None = None,
     retry: RetryConfig | None = None,
+    fallback: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> None:
     """Meet the other ranks and bring up torch's default group; every rank calls this once.
 
     With `store` given, the ranks meet there; otherwise in a TCP store at the master's address, hosted by the launcher
     (`has_agent_store`) or by rank 0. Keys are prefixed with the attempt, so a restarted world sees no stale ones.
     `num_local_ranks` is how many ranks the launcher has on this node, of which one that joins late sees none at first.
-    Nothing is left behind after a failure, so the call may be retried.
+    `fallback` names what to take, in this order, if some rank cannot use `backend`: all ranks take the same. `device`
+    is this rank's, chosen by the caller. Nothing is left behind after a failure, so the call may be retried.
     """
     global _world
     _refuse_second_start()
-    choose_backend(backend)  # what cannot be used here is refused before ranks meet
+    candidates = (backend, *fallback)
+    if not fallback:
+        choose_backend(backend)  # what cannot be used here is refused before ranks meet
     if store is None and world_size == 1 and not has_agent_store:
         store = dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
     if store is None:
@@ -119,25 +127,58 @@ def start_world(
             node=node,
             num_gpus=gpus_for_ranks(num_local_ranks),
             has_gpu=torch.cuda.device_count() > 0,
+            unusable_backends={name: reason for name in candidates if fallback and (reason := why_unusable(name))},
         )
-    chosen = choose_backend(backend, device_type="cuda" if roster.has_gpu_each else "cpu")
+    taken = _first_usable(candidates, roster)
+    chosen = choose_backend(taken, device_type="cuda" if roster.has_gpu_each else "cpu")
     if not roster.shares_loopback:
         require_encryption(chosen)
         _warn_of_clock(roster, rank)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
-        _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
+        _bring_up(
+            chosen,
+            prefixed,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            store_port=master_port,
+            device=device,
+        )
     except BaseException:
         _withdraw(told)
         raise
-    _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node)
+    _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node, device)
     events.set_rank(rank)
-    if backend == "auto":
+    if taken != backend:
+        _tell_fallback(taken, candidates, roster, rank)
+    if taken == "auto":
         shared = "ranks share a GPU" if roster.has_gpus else "there is no GPU for every rank"
         reason = "every rank has a GPU" if roster.has_gpu_each else shared
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _first_usable(candidates: Sequence[str], roster: Roster) -> str:
+    """The first backend that every rank can use: a pure function of the roster, so all ranks take the same."""
+    for name in candidates:
+        if name not in roster.unusable_backends:
+            return name
+    raise FeatureNotAvailable(
+        "no backend of distributed.backend and distributed.fallback can be used on every rank: "
+        + "; ".join(roster.unusable_backends[name] for name in candidates),
+        hint="add 'auto' to the fallback to take the best one that every rank has",
+        backends=list(candidates),
+    )
+
+
+def _tell_fallback(taken: str, candidates: Sequence[str], roster: Roster, rank: int) -> None:
+    passed_over = candidates[: candidates.index(taken)]
+    reason = "; ".join(roster.unusable_backends[name] for name in passed_over)
+    if rank == 0:
+        _log.warning("the ranks fall back to backend %r: %s", taken, reason)
+    events.emit(events.DecisionEvent(subject="backend fallback", choice=taken, reason=reason))
 
 
 def _warn_of_clock(roster: Roster, rank: int) -> None:
@@ -159,7 +200,14 @@ def _withdraw(told: Sequence[str]) -> None:
 
 
 def _bring_up(
-    backend: str, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, store_port: int
+    backend: str,
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    store_port: int,
+    device: torch.device | None,
 ) -> None:
     """torch's default group, with its connections kept for `abort` to cut."""
     with (
@@ -174,6 +222,8 @@ def _bring_up(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
+            # torch binds groups to accelerators only, and connects those at once.
+            device_id=None if device is None or device.type == "cpu" else device,
         )
     world = dist.group.WORLD
     assert world is not None
@@ -227,7 +277,15 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     new_rank = members.index(me)
     with translate_errors("regroup", rank=new_rank, world_size=len(members)):
         found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.node)
-    _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
+    _bring_up(
+        old.backend,
+        store,
+        rank=new_rank,
+        world_size=len(members),
+        timeout_s=limit_s,
+        store_port=old.master_port,
+        device=old.device,
+    )
     found = _where_they_are(found, old)
     _world = replace(old, rank=new_rank, roster=found, timeout_s=limit_s, generation=generation)
     events.set_rank(new_rank)
@@ -256,7 +314,15 @@ def enter_world(store: dist.Store, *, rank: int, world_size: int, epoch: int, ti
     try:
         # All have arrived: what takes long now is a member that died in between, and gloo would try it until the end.
         limit_s = min(timeout_s, _BRING_UP_TIMEOUT_S)
-        _bring_up(old.backend, store, rank=rank, world_size=world_size, timeout_s=limit_s, store_port=old.master_port)
+        _bring_up(
+            old.backend,
+            store,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=limit_s,
+            store_port=old.master_port,
+            device=old.device,
+        )
     except BaseException:
         if dist.is_initialized():
             _take_down()
@@ -418,11 +484,14 @@ def node_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device of this rank: its own GPU if every rank of the world has one, else one that ranks share, else the CPU.
+    """The device of this rank: the one it was bound to, else the GPU of its local rank, else the CPU.
 
+    It is a GPU of its own if every rank of the world has one, else one that ranks share.
     A line says so where it is not its own. Ranks share GPUs on our backends alone, of which `auto` then takes one.
     Raises InvalidArgument if NCCL was asked for and a node has more ranks than visible GPUs.
     """
+    if _world is not None and _world.device is not None:
+        return _world.device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     world = _require_world()

@@ -17,8 +17,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -87,6 +87,8 @@ class Arrival:
     has_gpu: bool = False
     """Whether there is one at all, though perhaps not for each rank."""
     """The GPUs that it sees; 0 if they are too few for the ranks of its node."""
+    unusable_backends: dict[str, str] = field(default_factory=dict)
+    """Of the backends it was given to choose from, those that do not work here, and why."""
 
     @override
     def __str__(self) -> str:
@@ -106,6 +108,8 @@ class Roster:
     """Whether every rank of the world can have a GPU of its own."""
     has_gpus: bool = False
     """Whether every node has a GPU that its ranks can share."""
+    unusable_backends: Mapping[str, str] = field(default_factory=dict)
+    """Backends that some rank cannot use, with the first such rank and its reason."""
 
     @cached_property
     def node_order(self) -> tuple[int, ...]:
@@ -222,6 +226,7 @@ def join(
     node: str | None = None,
     num_gpus: int = 0,
     has_gpu: bool = False,
+    unusable_backends: Mapping[str, str] | None = None,
 ) -> Roster:
     """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
 
@@ -238,6 +243,7 @@ def join(
         software=asdict(own_software()),
         num_gpus=num_gpus,
         has_gpu=has_gpu,
+        unusable_backends=dict(unusable_backends or {}),
     )
     meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
     # Arrivals are numbered in order, not by rank: two processes may claim one rank.
@@ -258,6 +264,7 @@ def join(
         time.time() - verdict["clock_s"],
         verdict["has_gpu_each"],
         verdict["has_gpus"],
+        verdict["unusable_backends"],
     )
 
 
@@ -285,6 +292,11 @@ def _decide(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, 
         "has_gpu_each": all(ranks_of[arrival.node] <= arrival.num_gpus for arrival in present.values()),
         "has_gpus": all(arrival.has_gpu for arrival in present.values()),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
+        "unusable_backends": {
+            name: f"{reason} (rank {rank})"
+            for rank in reversed(range(me.world_size))
+            for name, reason in present[rank].unusable_backends.items()
+        },
         "clock_s": time.time(),
     }
 

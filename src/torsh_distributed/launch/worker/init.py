@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torsh_distributed import known_variables
 from torsh_distributed.comm.collectives.call import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.worker.environment import Environment, read_environment
+from torsh_distributed.launch.worker.init_method import place_for
 from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
 from torsh_distributed.launch.worker.recording.energy_recording import record_energy
 from torsh_distributed.launch.worker.recording.event_recording import record_events, report_metrics
@@ -27,19 +30,39 @@ from torsh_distributed.plan import ObserveConfig, Plan, RetryConfig
 _log = logging.getLogger(__name__)
 
 
-def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: float | None = None) -> Environment:
+def init(
+    plan: Plan | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    init_method: str = "env://",
+    device_id: torch.device | str | int | None = None,
+) -> Environment:
     """Join the job this process was started for, under any launcher; every rank calls this once.
 
     Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, PBS, or RANK and WORLD_SIZE; with none of them
     the world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
+    `backend` is one of ours, of torch's, or one that another package has registered with torch. `init_method` is where
+    ranks meet, as in torch: the launcher's address, `tcp://host:port` or `file:///path`. `device_id` is the device of
+    this rank, instead of the GPU of its local rank; the group is bound to it.
     Returns the place that was found and where it was found.
     """
     chosen = plan or Plan()
     section = chosen.distributed
     _observe(chosen.observe)
-    found = read_environment()
+    found, store = place_for(init_method, read_environment())
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
-    _start(backend or section.backend, found, limit_s, store=None, retry=chosen.retry)
+    if section.backend_module:
+        _import_backend(section.backend_module)
+    _start(
+        backend or section.backend,
+        found,
+        limit_s,
+        store=store,
+        retry=chosen.retry,
+        fallback=section.fallback,
+        device=_device(device_id),
+    )
     if chosen.green.enabled:
         record_energy(chosen.green, found)
     return found
@@ -63,15 +86,24 @@ def init_process_group(
     master_port: int | None = None,
     timeout: float | timedelta = 300.0,
     *,
+    init_method: str = "env://",
     store: dist.Store | None = None,
+    fallback: Sequence[str] = (),
+    device_id: torch.device | str | int | None = None,
 ) -> None:
     """Bring up the world's group with explicit values; the rest is read from the environment.
 
     `timeout` (seconds) bounds the meeting of the ranks and each later collective. Duplicate ranks, differing world
-    sizes and absent ranks raise on every rank, by name. `store` replaces the TCP store at the master's address.
+    sizes and absent ranks raise on every rank, by name. `fallback` names what to take if some rank cannot use
+    `backend`. `init_method` and `device_id` are those of `init`; `store` replaces what `init_method` leads to.
     """
     _observe(ObserveConfig())
-    found = read_environment()
+    if store is not None and init_method != "env://":
+        raise InvalidArgument(
+            "init_method and store are two places to meet", hint="give one of them", init_method=init_method
+        )
+    found, met_in = place_for(init_method, read_environment())
+    store = store or met_in
     given: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
@@ -84,7 +116,8 @@ def init_process_group(
         given.update(source=f"arguments {', '.join(given)}", local_rank=None, local_world_size=None, node_rank=None)
         given["has_agent_store"] = found.has_agent_store and master_addr is None and master_port is None
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    _start(backend, dataclasses.replace(found, **given), limit_s, store=store)
+    place = dataclasses.replace(found, **given)
+    _start(backend, place, limit_s, store=store, fallback=fallback, device=_device(device_id))
 
 
 def _observe(section: ObserveConfig) -> None:
@@ -103,6 +136,8 @@ def _start(
     *,
     store: dist.Store | None,
     retry: RetryConfig | None = None,
+    fallback: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> None:
     rank, world_size = place.rank, place.world_size
     if JOIN_VARIABLE in os.environ and store is None:
@@ -121,8 +156,36 @@ def _start(
         node=None if place.node_rank is None else f"node-{place.node_rank}",
         num_local_ranks=place.local_world_size,
         retry=retry,
+        fallback=fallback,
+        device=device,
     )
     _log.info("joined as %s", place)
+
+
+def _import_backend(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise FeatureNotAvailable(
+            f"distributed.backend_module {module!r} cannot be imported: {error}",
+            hint="install the package that provides the backend on every node, or correct the name",
+            feature=module,
+        ) from error
+
+
+def _device(device_id: torch.device | str | int | None) -> torch.device | None:
+    """The device that was given; a number is that of a GPU. Raises InvalidArgument if this process does not see it."""
+    if device_id is None:
+        return None
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cuda" and not (device.index is not None and device.index < torch.cuda.device_count()):
+        raise InvalidArgument(
+            "device_id is a GPU that this process sees, with its number, or the CPU",
+            hint="check CUDA_VISIBLE_DEVICES, or leave device_id out to take the GPU of the local rank",
+            device_id=str(device),
+            visible_gpus=torch.cuda.device_count(),
+        )
+    return device
 
 
 def _init_timeout_s(planned_s: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -68,7 +68,8 @@ class DistributedDataParallel(TorchDDP):
     Everything of torch's class works as there: `no_sync`, `join`, `static_graph`, and so on. Gradients are summed as
     `distributed` says (algorithm, order, rate), in `reduce_dtype`, or sent through `compression`. Every rank constructs
     it with the same settings, or all get a ConfigurationError that names two ranks that differ. Parameters and buffers
-    become those of the group's first rank.
+    become those of the group's first rank. `device_ids` and `output_device` are torch's: the GPU of the module, which
+    is the default, and nothing for a module on the CPU.
 
     Backward averages. To do it by hand, run backward in `no_sync()` and call `sync_gradients()` when gradients are
     complete.
@@ -79,6 +80,8 @@ class DistributedDataParallel(TorchDDP):
         module: nn.Module,
         bucket: DdpConfig | None = None,
         *,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
         group: dist.ProcessGroup | None = None,
         compression: Compression = None,
         distributed: DistributedConfig | None = None,
@@ -101,7 +104,8 @@ class DistributedDataParallel(TorchDDP):
         self._has_buckets = chosen_group.size() > 1 or compressor is not None
         super().__init__(
             module,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=_own_device(device_ids, device),
+            output_device=output_device,
             process_group=chosen_group,
             # torch takes the sizes of the first bucket to fill and of all others as a list of limits.
             bucket_cap_mb_list=[config.min_bucket_size_mb, config.max_bucket_size_mb],  # type: ignore[list-item]  # torch takes fractions
@@ -414,6 +418,23 @@ def _agree(
         "reduce_dtype": reduce_dtype,
     }
     require_same(mine, group=group)
+
+
+def _own_device(
+    device_ids: Sequence[int | torch.device] | None, device: torch.device
+) -> list[int | torch.device] | None:
+    """What torch gets as `device_ids`; it refuses them itself for a module on the CPU."""
+    if device_ids is None:
+        return [device] if device.type == "cuda" else None
+    given = list(device_ids)
+    if device.type == "cuda" and [torch.device(one) for one in given] not in ([], [device]):
+        raise InvalidArgument(
+            "device_ids must name the one device that the module is on",
+            hint="move the module there first, or leave device_ids out",
+            device_ids=[str(one) for one in given],
+            module_device=str(device),
+        )
+    return given
 
 
 def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:

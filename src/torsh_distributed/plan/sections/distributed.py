@@ -10,12 +10,14 @@ from typing_extensions import override
 
 from torsh_distributed.plan.describing import AllowedValues
 from torsh_distributed.plan.problems import Problem, did_you_mean
-from torsh_distributed.plan.section import Section
+from torsh_distributed.plan.section import Section, Words
 
 BACKENDS = ("gloo", "nccl", "torsh", "shm", "mpi4py", "ucc", "fake")
 IN_RANK_ORDER = ("backend", "auto", "reduce_scatter_all_gather", "pipelined")
 """Algorithms that `deterministic` allows; `backend` then means the one that always works."""
-_ALLOWED = AllowedValues(f"auto, {', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl")
+_ALLOWED = AllowedValues(
+    f"auto, {', '.join(BACKENDS)}, one per device such as cpu:gloo,cuda:nccl, or a name that backend_module registers"
+)
 
 
 class DistributedConfig(Section):
@@ -23,6 +25,14 @@ class DistributedConfig(Section):
 
     backend: Annotated[str, _ALLOWED] = "auto"
     """The library that moves the bytes. `auto` picks nccl if ranks have a GPU, else the best CPU backend."""
+
+    backend_module: str = Field(default="", pattern=r"^(|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)$")
+    """A module of another package that registers its backend with torch when it is imported. `init()` imports it, and
+    `backend` and `fallback` may name what it registers."""
+
+    fallback: Words = ()
+    """Backends to take, in this order, if `backend` cannot be used on every rank. All ranks take the same one, with a
+    warning and an event. Left out: there is no other, and what is missing is an error."""
 
     timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of the rendezvous and of every collective. Raise it if ranks work long between collectives."""
@@ -58,14 +68,18 @@ class DistributedConfig(Section):
                 " distributed.deterministic requires",
                 f"use one of: {', '.join(IN_RANK_ORDER)}",
             )
-        if self.backend == "auto":
-            return
-        for part in self.backend.split(","):
+        yield from self._name_problems("backend", self.backend)
+        for name in self.fallback:
+            yield from self._name_problems("fallback", name)
+
+    def _name_problems(self, key: str, backend: str) -> Iterator[Problem]:
+        for part in backend.split(",") if backend != "auto" else ():
             device, _, name = part.rpartition(":")
-            if name not in BACKENDS or (":" in part and device not in ("cpu", "cuda")):
+            is_known = name in BACKENDS or (self.backend_module and name.isidentifier())
+            if not is_known or (":" in part and device not in ("cpu", "cuda") and not self.backend_module):
                 yield Problem(
-                    "backend",
-                    f"distributed.backend must be {_ALLOWED.text}; got {self.backend!r}",
+                    key,
+                    f"distributed.{key} must be {_ALLOWED.text}; got {backend!r}",
                     did_you_mean(name, ("auto", *BACKENDS)) if name not in BACKENDS else "",
                 )
                 return
