@@ -21,7 +21,7 @@ LIMITS = FrameLimits(head_bytes=1000, payload_bytes=1 << 26)
 MB = 1 << 20
 
 
-def open_plainly(head: memoryview, num_payload: int, files: deque[int]) -> tuple[Any, list[memoryview]]:
+def open_plainly(files: deque[int], head: memoryview, num_payload: int) -> tuple[Any, list[memoryview]]:
     payload = bytearray(num_payload)
     file = files.popleft() if bytes(head).startswith(b"file") else None
     return (bytes(head), payload, file), [memoryview(payload)]

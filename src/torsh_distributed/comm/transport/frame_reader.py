@@ -64,24 +64,25 @@ class FrameReader:
         """Parse on; whether there may be more to parse."""
         if self._parts:
             return self._end_payload(messages)
-        start, num_there = self._start, self._end - self._start
-        if num_there < LENGTHS_BYTES:
+        start = self._start
+        head_start = start + LENGTHS_BYTES
+        if self._end < head_start:
             return False
         frames, buffer = self._frames, self._buffer
-        prefix = buffer[start : start + LENGTHS_BYTES]
-        num_head, num_payload = frames.lengths(prefix)
-        end = start + LENGTHS_BYTES + num_head
-        if self._end < end + frames.signature_bytes:
-            self._make_room(LENGTHS_BYTES + num_head + frames.signature_bytes)
+        num_head, num_payload = frames.lengths(buffer, start)
+        head_end = head_start + num_head
+        end = head_end + frames.signature_bytes
+        if self._end < end:
+            self._make_room(end - start)
             return False
-        head = buffer[start + LENGTHS_BYTES : end]
-        if frames.signature_bytes:
-            frames.check_head(prefix, head, buffer[end : end + frames.signature_bytes])
+        head = buffer[head_start:head_end]
+        if end > head_end:
+            frames.check_head(buffer[start:head_start], head, buffer[head_end:end])
         message, places = self._open_head(head, num_payload)
-        self._start = end + frames.signature_bytes
+        self._start = end
         if not num_payload:
             messages.append(message)
-            return True
+            return end < self._end
         self._parts = [part for part in places if part]
         num_placed = sum(map(len, self._parts))
         if num_placed != num_payload:

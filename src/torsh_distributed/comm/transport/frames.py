@@ -40,23 +40,28 @@ class Frames:
     def __init__(self, signers: tuple[Signer, Signer] | None, limits: FrameLimits) -> None:
         self._sending: Signer | None = None if signers is None else signers[0]
         self._receiving: Signer | None = None if signers is None else signers[1]
-        self._limits = limits
+        self._most_head_bytes, self._most_payload_bytes = limits
         self.signature_bytes = 0 if signers is None else MAC_BYTES
 
     def seal(self, head: Buffer, parts: Sequence[Buffer] = ()) -> list[Buffer]:
         """What to send, in order. The parts of the payload are not copied. BadFrame if a frame may not be that long."""
         views = [view for part in parts if (view := memoryview(part).cast("B"))]
-        lengths = _LENGTHS.pack(len(head), sum(map(len, views)))
-        self._check_lengths(*_LENGTHS.unpack(lengths))
-        if self._sending is None:
-            return [lengths + head, *views]
-        sealed: list[Buffer] = [lengths + head + self._sending.sign(lengths, head), *views]
-        return [*sealed, self._sending.sign(*views)] if views else sealed
+        sealed: list[Buffer] = [self.seal_head(head, sum(map(len, views))), *views]
+        return sealed if self._sending is None or not views else [*sealed, self._sending.sign(*views)]
 
-    def lengths(self, prefix: Buffer) -> tuple[int, int]:
-        """The bytes of head and payload that the first bytes of a frame announce. BadFrame if they are too many."""
-        num_head, num_payload = _LENGTHS.unpack(prefix)
-        self._check_lengths(num_head, num_payload)
+    def seal_head(self, head: Buffer, num_payload: int = 0) -> bytes:
+        """The part of a frame before its payload. BadFrame if a frame may not be that long."""
+        num_head = len(head)
+        if num_head > self._most_head_bytes or num_payload > self._most_payload_bytes:
+            raise self._too_long(num_head, num_payload)
+        lengths = _LENGTHS.pack(num_head, num_payload)
+        return lengths + head if self._sending is None else lengths + head + self._sending.sign(lengths, head)
+
+    def lengths(self, prefix: Buffer, start: int = 0) -> tuple[int, int]:
+        """The bytes of head and payload that a frame's first bytes announce, from `start`. BadFrame if too many."""
+        num_head, num_payload = _LENGTHS.unpack_from(prefix, start)
+        if num_head > self._most_head_bytes or num_payload > self._most_payload_bytes:
+            raise self._too_long(num_head, num_payload)
         return num_head, num_payload
 
     def check_head(self, prefix: Buffer, head: Buffer, signature: Buffer) -> None:
@@ -75,10 +80,8 @@ class Frames:
         except NotAMember as error:
             raise BadFrame(str(error)) from error
 
-    def _check_lengths(self, num_head: int, num_payload: int) -> None:
-        most = self._limits
-        if num_head > most.head_bytes or num_payload > most.payload_bytes:
-            raise BadFrame(
-                f"a message of {num_head} + {num_payload} bytes is longer than the {most.head_bytes} + "
-                f"{most.payload_bytes} that are allowed here"
-            )
+    def _too_long(self, num_head: int, num_payload: int) -> BadFrame:
+        return BadFrame(
+            f"a message of {num_head} + {num_payload} bytes is longer than the {self._most_head_bytes} + "
+            f"{self._most_payload_bytes} that are allowed here"
+        )

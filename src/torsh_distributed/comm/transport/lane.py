@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torsh_distributed.comm.transport.event_loop import EventLoop
@@ -26,8 +27,8 @@ from torsh_distributed.comm.transport.proof import ProvedSocket
 if TYPE_CHECKING:
     import ssl
 
-OpenMessage = Callable[[memoryview, int, deque[int]], tuple[Any, Sequence[memoryview]]]
-"""As `OpenHead`, with the descriptors that have arrived and were not taken yet."""
+OpenMessage = Callable[[deque[int], memoryview, int], tuple[Any, Sequence[memoryview]]]
+"""As `OpenHead`, after the descriptors that have arrived and were not taken yet."""
 _MOST_PARTS = 64
 _MOST_FILES = 16
 """Descriptors that arrived before the heads that speak of them; more are nobody's."""
@@ -63,7 +64,8 @@ class Lane:
         self._fd = sock.fileno()
         self._frames = Frames(proved.signers, limits)
         self._files: deque[int] = deque()
-        self._reader = FrameReader(self._frames, lambda head, num_payload: open_message(head, num_payload, self._files))
+        self._reader = FrameReader(self._frames, partial(open_message, self._files))
+        self._receive_into = self._receive_with_files if self.takes_files else self._sock.recv_into
         self.loop = loop
         self.on_drained: Callable[[], None] | None = None
         """Called when everything that had to wait is sent."""
@@ -105,11 +107,18 @@ class Lane:
         with self._lock:
             if self._is_closed:
                 raise ConnectionResetError("the connection is closed")
-            sealed = self._frames.seal(head, parts)
-            if not self._unsent and file is None and len(sealed) == 1:
-                self._send_small(sealed[0])
+            if not parts and not self._unsent and file is None:
+                frame = self._frames.seal_head(head)
+                try:
+                    num_sent = self._sock.send(frame)
+                except _WOULD_BLOCK:
+                    num_sent = 0
+                self._num_queued += num_sent
+                if num_sent < len(frame):
+                    self._queue([memoryview(frame)[num_sent:]])
+                    self._watch()
                 return
-            views = [memoryview(part) for part in sealed]
+            views = [memoryview(part) for part in self._frames.seal(head, parts)]
             if file is not None:
                 self._unsent_files.append((self._num_queued, os.dup(file)))
             self._queue(views)
@@ -124,17 +133,6 @@ class Lane:
             is_drained = not self._unsent
         if is_drained and self.on_drained is not None:
             self.on_drained()
-
-    def _send_small(self, frame: Buffer) -> None:
-        """Send a frame with one call; the loop sends what is left of it."""
-        try:
-            num_sent = self._sock.send(frame)
-        except _WOULD_BLOCK:
-            num_sent = 0
-        self._num_queued += num_sent
-        if num_sent < len(frame):
-            self._queue([memoryview(bytes(frame))[num_sent:]])
-            self._watch()
 
     def _queue(self, views: list[memoryview]) -> None:
         num_bytes = sum(map(len, views))
@@ -214,9 +212,7 @@ class Lane:
             self._end = error
             return messages
 
-    def _receive_into(self, room: memoryview) -> int:
-        if not self.takes_files:
-            return self._sock.recv_into(room)
+    def _receive_with_files(self, room: memoryview) -> int:
         assert isinstance(self._sock, socket.socket), "TLS is not for Unix sockets"
         num_bytes, ancillary, _, _ = self._sock.recvmsg_into([room], _FILE_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:

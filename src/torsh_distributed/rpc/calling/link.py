@@ -222,7 +222,8 @@ class Link:
     def _give_role_up(self) -> None:
         with self._lock:
             self._has_reader = False
-        self._wake_next()
+            if self._waiting or self._num_observers:
+                self._pass_role_on()
 
     def _takes_role(self) -> bool:
         with self._lock:
@@ -249,29 +250,26 @@ class Link:
     def _wake_next(self) -> None:
         """Unless somebody reads: the first that waits reads on, or the loop if there is none."""
         with self._lock:
-            if self._has_reader:
+            if not self._has_reader:
+                self._pass_role_on()
+
+    def _pass_role_on(self) -> None:
+        while self._waiting:
+            pending = self._waiting.pop(0)
+            if not pending.is_done and pending.event is not None:
+                pending.event.set()
                 return
-            while self._waiting:
-                pending = self._waiting.pop(0)
-                if not pending.is_done and pending.event is not None:
-                    pending.event.set()
-                    return
-            if self._num_observers:
-                self._have_loop_read(True)
+        if self._num_observers:
+            self._have_loop_read(True)
 
     def _read_and_deliver(self, lanes: list[Lane]) -> None:
         """Take what has arrived. The one reader calls this."""
-        messages: list[list[Any]] = []
-        lost: Exception | None = None
         try:
             for lane in lanes:
-                messages += [opened.read(self._registry) for opened in lane.receive()]
+                for opened in lane.receive():
+                    self._deliver(opened.read(self._registry))
         except OSError as error:
-            lost = error
-        for message in messages:
-            self._deliver(message)
-        if lost is not None:
-            self._fail(lost)
+            self._fail(error)
 
     def _deliver(self, message: list[Any]) -> None:
         kind, number = message[0], message[1]

@@ -32,20 +32,7 @@ from torsh_distributed.rpc.messages.encoding import (
 _MOST_DIMS, _MOST_NESTING = 64, 64
 
 
-class Opened:
-    """A message whose buffers may still be arriving; `read` once they are here."""
-
-    def __init__(self, body: bytes, rows: Sequence[Sequence[int]], buffers: list[Any]) -> None:
-        self._body = body
-        self._rows = rows
-        self._buffers = buffers
-
-    def read(self, registry: ValueRegistry) -> list[Any]:
-        """The message. BadFrame if it is none; SerializationError if a part of it is not known here."""
-        return _Decoder(registry, self._rows, self._buffers).read(self._body)
-
-
-def open_message(head: memoryview, num_payload: int, files: deque[int]) -> tuple[Opened, list[memoryview]]:
+def open_message(files: deque[int], head: memoryview, num_payload: int) -> tuple[Opened, list[memoryview]]:
     """Check a head and take memory for the buffers that it announces: the parts of the payload, in order."""
     if len(head) < TABLE_BYTES.size:
         raise BadFrame("a head without a table")
@@ -144,17 +131,24 @@ def _seals_of(file: int) -> int:
         return 0
 
 
-class _Decoder:
-    def __init__(self, registry: ValueRegistry, rows: Sequence[Sequence[int]], buffers: list[Any]) -> None:
-        self._registry = registry
+class Opened:
+    """A message whose buffers may still be arriving."""
+
+    __slots__ = ("_body", "_buffers", "_depth", "_registry", "_rows", "_unknown")
+
+    def __init__(self, body: bytes, rows: Sequence[Sequence[int]], buffers: list[Any]) -> None:
+        self._body = body
         self._rows = rows
         self._buffers = buffers
+        self._registry: ValueRegistry
         self._depth = 0
         self._unknown: str | None = None
 
-    def read(self, body: bytes) -> list[Any]:
+    def read(self, registry: ValueRegistry) -> list[Any]:
+        """The message, once its buffers are here; BadFrame if it is none. What is not known here ends it by name."""
+        self._registry = registry
         try:
-            message = self._unpack(body)
+            message = msgpack.unpackb(self._body, ext_hook=self._shrink, strict_map_key=False)
         except (ValueError, TypeError, msgpack.UnpackException, RecursionError, struct.error, LookupError) as error:
             raise BadFrame(f"a message that cannot be read: {error}") from error
         if not isinstance(message, list) or len(message) < 2:
@@ -163,14 +157,11 @@ class _Decoder:
             message.append(UnknownPart(self._unknown))
         return message
 
-    def _unpack(self, body: bytes | memoryview) -> Any:
-        return msgpack.unpackb(body, ext_hook=self._shrink, strict_map_key=False)
-
     def _inner(self, data: bytes) -> Any:
         self._depth += 1
         if self._depth > _MOST_NESTING:
             raise ValueError("nested too deeply")
-        value = self._unpack(data)
+        value = msgpack.unpackb(data, ext_hook=self._shrink, strict_map_key=False)
         self._depth -= 1
         return value
 

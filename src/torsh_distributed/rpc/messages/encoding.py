@@ -70,9 +70,9 @@ class ValueRegistry(Protocol):
 class Encoded(NamedTuple):
     """A message as bytes, with the memory of its buffers."""
 
-    table: list[list[int]]
+    table: Sequence[list[int]]
     body: bytes
-    parts: list[memoryview]
+    parts: Sequence[memoryview]
     num_payload: int
 
     def head(self, *, is_file: bool = False) -> bytes:
@@ -176,7 +176,7 @@ def encode(message: list[Any], registry: ValueRegistry) -> Encoded:
         body = _plain.pack(message)
     except (TypeError, ValueError, OverflowError):
         return _encode_all(message, registry)
-    return Encoded([], body, [], 0) if len(body) <= HEAD_BYTES // 2 else _encode_all(message, registry)
+    return Encoded((), body, (), 0) if len(body) <= HEAD_BYTES // 2 else _encode_all(message, registry)
 
 
 def _encode_all(message: list[Any], registry: ValueRegistry) -> Encoded:

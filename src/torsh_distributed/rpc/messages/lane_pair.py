@@ -57,7 +57,8 @@ class LanePair:
     @property
     def num_unsent(self) -> int:
         """Bytes that wait for the other end to read."""
-        return sum(lane.num_unsent for lane in self.lanes())
+        num_small = 0 if self.small is None else self.small.num_unsent
+        return num_small if self.payload is None else num_small + self.payload.num_unsent
 
     def send(self, encoded: Encoded, deadline_s: float | None) -> None:
         """Returns when the kernel has all of it, or at the deadline; without one it does not wait."""

@@ -103,7 +103,7 @@ class ServedLink:
                 _log.exception("a message of %s could not be handled", self.caller)
             self._server.drop(self)
             return
-        if self._has_too_much:
+        if self._has_too_much():
             self._pause()
 
     def _take(self, opened: Opened) -> None:
@@ -196,7 +196,7 @@ class ServedLink:
 
     def answer(self, message: list[Any], *, deadline_s: float | None) -> None:
         """Send an answer; TorshError if it cannot travel."""
-        if self._server.is_on_loop:
+        if deadline_s is not None and self._server.is_on_loop:
             deadline_s = None
         try:
             self.pair.send(encode(message, self._server.registry), deadline_s)
@@ -212,7 +212,6 @@ class ServedLink:
         if self._is_paused:
             self._resume()
 
-    @property
     def _has_too_much(self) -> bool:
         return len(self._calls) > _MOST_CALLS or self.pair.num_unsent > _MOST_UNSENT_BYTES
 
@@ -227,7 +226,7 @@ class ServedLink:
     def _resume(self) -> None:
         """A call has ended, or a lane has sent everything."""
         with self._lock:
-            if not self._is_paused or self._has_too_much:
+            if not self._is_paused or self._has_too_much():
                 return
             self._is_paused = False
             for lane in self.pair.lanes():
