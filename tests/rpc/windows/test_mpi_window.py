@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,12 @@ def use_windows_of_a_stopped_process(pids_folder: str, dtype: torch.dtype) -> tu
     mine.tensor.fill_(0)
     (folder / str(rank)).write_text(str(os.getpid()))
     dist.barrier()
-    if rank != 1:
+    if rank == 1:
+        (folder / "left").touch()
+    else:
+        # A barrier may end here before rank 1 has passed on what ends it on another rank.
+        while not (folder / "left").exists():
+            time.sleep(0.001)
         pid = int((folder / "1").read_text())
         os.kill(pid, signal.SIGSTOP)
         try:
