@@ -92,7 +92,8 @@ def test_a_sharded_job_that_is_started_again_goes_on_from_memory(tmp_path: Path,
 def test_nothing_is_kept_beyond_a_launcher_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text("import os, sys, time\nprint(os.environ['TORSH_KEPT_MEMORY'], flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "torsh_distributed.run", "--max-restarts", "1", str(script)]
+    no_torch = ("--start-method", "spawn")
+    command = [sys.executable, "-m", "torsh_distributed.run", *no_torch, "--max-restarts", "1", str(script)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert job.stdout is not None
     place = Path(job.stdout.readline().split()[-1])

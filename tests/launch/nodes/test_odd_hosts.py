@@ -39,6 +39,7 @@ def run_on(
 ) -> subprocess.Popen[str]:
     """`torsh run` as one node of two, in a container of its own if asked for."""
     options = ["--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", master, "--join-timeout", "30"]
+    options += ["--start-method", "spawn"]  # a worker a host: there is nobody to share an import with
     command = [sys.executable, "-m", "torsh_distributed.run", *options, script]
     return host.popen(
         [*container, *command],

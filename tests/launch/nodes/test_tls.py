@@ -60,7 +60,8 @@ td.destroy_process_group()
 def command(host: Host, folder: Path, node_rank: int, *options: str) -> list[str]:
     (folder / "train.py").write_text(SCRIPT)
     nodes = ["--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", "10.111.0.1", "--master-port", "29615"]
-    nodes += ["--nproc-per-node", "1", "--token-file", str(folder / "token"), "--join-timeout", "30"]
+    nodes += ["--nproc-per-node", "1", "--start-method", "spawn"]  # there is nobody to share an import with
+    nodes += ["--token-file", str(folder / "token"), "--join-timeout", "30"]
     return [sys.executable, "-m", "torsh_distributed.run", *nodes, *options, str(folder / "train.py")]
 
 

@@ -54,7 +54,9 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[SshHosts]:
 
 def command(ssh: SshHosts, script: Path, *options: str, hosts: str = "node0:2,node1:2") -> list[str]:
     torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run"]
-    return [*torsh, "--ssh", "--hosts", hosts, "--ssh-config", str(ssh.config), *options, str(script)]
+    # The scripts do without torch: nothing has to import it for them.
+    ours = ["--start-method", "spawn", "--ssh", "--hosts", hosts, "--ssh-config", str(ssh.config)]
+    return [*torsh, *ours, *options, str(script)]
 
 
 def start(here: Host, words: list[str], folder: Path, **env: str) -> subprocess.Popen[str]:
