@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from torsh_distributed.federated import ClientUpdate, SecureAggregation
-from torsh_distributed.federated.deployment.device_identity import DeviceKey
 from torsh_distributed.federated.deployment.device_messages import pack_update
+from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey
 from torsh_distributed.federated.privacy.secure_sum.sum_collector import SumCollector
 from torsh_distributed.federated.privacy.secure_sum.sum_member import SumMember
 from torsh_distributed.federated.privacy.secure_sum.sum_roster import SUM_STEPS, SumContext

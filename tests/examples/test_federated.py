@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.federated.commands import app
-from torsh_distributed.federated.deployment.known_peers import read_peers
+from torsh_distributed.federated.deployment.identity.known_peers import read_peers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "federated" / "digits.py"
 pytestmark = [pytest.mark.ranks, pytest.mark.needs_library("sklearn")]

@@ -14,7 +14,7 @@ from torch import nn
 from tests.federated.deployment.test_devices import DeviceTask, client, running, when_all_are_there
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.federated import DeviceClient, FederatedConfig, HeartbeatSettings, RoundServer, simulate
-from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat
+from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
@@ -46,7 +46,7 @@ class SleepyClient(DeviceClient):
 
     wakes = threading.Event()
 
-    def _send(self, heartbeat: Heartbeat, kind: str, nonce: bytes, payload: bytes) -> None:
+    def _send(self, heartbeat: DeviceHeartbeat, kind: str, nonce: bytes, payload: bytes) -> None:
         if self.wakes.is_set():
             return super()._send(heartbeat, kind, nonce, payload)
         connection = heartbeat._connection

@@ -28,9 +28,9 @@ from torsh_distributed.federated import (
     Scaffold,
     simulate,
 )
-from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat
-from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken
+from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat
 from torsh_distributed.federated.deployment.device_messages import update_message
+from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey, EnrolmentToken
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
@@ -230,20 +230,20 @@ def known(server: RoundServer, place: Path, name: str) -> DeviceClient:
 class OddClient(DeviceClient):
     """Answers as `tamper` says."""
 
-    tamper: Callable[[OddClient, Connection, bytes, memoryview], int]
+    tamper: Callable[[OddClient, DeviceHeartbeat, bytes, memoryview], int]
 
-    def _answer(self, connection: Heartbeat, head: Any, payload: memoryview) -> int:
+    def _answer(self, connection: DeviceHeartbeat, head: Any, payload: memoryview) -> int:
         return type(self).tamper(self, connection, head[1], payload)
 
 
-def as_another(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
+def as_another(self: OddClient, connection: DeviceHeartbeat, nonce: bytes, payload: memoryview) -> int:
     packed = b"anything"
     other = DeviceKey.load_or_make(self._server_file.parent / "other.key")
     connection.send(["update", nonce, other.sign(update_message(nonce, packed))], packed)
     return 0
 
 
-def garbage(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
+def garbage(self: OddClient, connection: DeviceHeartbeat, nonce: bytes, payload: memoryview) -> int:
     packed = b"\xff" * 40
     connection.send(["update", nonce, self._key.sign(update_message(nonce, packed))], packed)
     return 0
@@ -262,7 +262,7 @@ class Recorded:
         return contextlib.nullcontext()
 
 
-def replayed(self: OddClient, connection: Heartbeat, nonce: bytes, payload: memoryview) -> int:
+def replayed(self: OddClient, connection: DeviceHeartbeat, nonce: bytes, payload: memoryview) -> int:
     """The reply of the first round, once more in each later one, before the right one."""
     recorded = Recorded()
     DeviceClient._answer(self, recorded, ["work", nonce, b""], payload)  # type: ignore[arg-type]

@@ -28,8 +28,8 @@ from torsh_distributed.federated import (
     SecureAggregation,
     simulate,
 )
-from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat
-from torsh_distributed.federated.deployment.known_peers import KnownPeers, peer_line, read_peers
+from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat
+from torsh_distributed.federated.deployment.identity.known_peers import KnownPeers, peer_line, read_peers
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.secure_sum.packed_words import packed_bytes, unpack_words
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
@@ -79,7 +79,7 @@ class LeavesWhileMasking(DeviceClient):
     leaves_at = ""
     has_left = False
 
-    def _answer(self, connection: Heartbeat, head: Any, payload: memoryview) -> int:
+    def _answer(self, connection: DeviceHeartbeat, head: Any, payload: memoryview) -> int:
         if head[0] == self.leaves_at and not self.has_left:
             self.has_left = True
             raise ConnectionError("asleep")

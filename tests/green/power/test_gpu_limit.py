@@ -74,7 +74,9 @@ def test_a_killed_launcher_leaves_the_limit_that_was_found(tmp_path: Path, victi
     (tmp_path / "plan.toml").write_text("[green]\nenabled = true\ngpu_limit_w = 400.0\n")
     command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--plan", str(tmp_path / "plan.toml")]
     launcher = subprocess.Popen(
-        [*command, "--start-method", "spawn", str(tmp_path / "stay.py")], env={**os.environ, **gpu.variables}, stderr=subprocess.DEVNULL
+        [*command, "--start-method", "spawn", str(tmp_path / "stay.py")],
+        env={**os.environ, **gpu.variables},
+        stderr=subprocess.DEVNULL,
     )
     try:
         wait_for_limit(gpu, 400_000)

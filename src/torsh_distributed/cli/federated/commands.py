@@ -118,6 +118,9 @@ def serve_command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
     tokens: Annotated[int, typer.Option(min=0, help="How many new enrolment tokens to print.")] = 0,
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Let devices on the local network find this server by mDNS.")
+    ] = False,
     revoke: Annotated[list[str] | None, typer.Option(help="A device that may not take part any more.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
     heartbeat_s: Annotated[float, typer.Option(help="Devices say that they are there as often as this.")] = 10.0,
@@ -165,6 +168,7 @@ def serve_command(
             host=host,
             port=port,
             num_tokens=tokens,
+            announces=announce,
             revoked=revoke or [],
             deadline_s=deadline_s,
             heartbeat=HeartbeatSettings(beat_s=heartbeat_s, expire_s=expire_s),
@@ -176,10 +180,13 @@ def serve_command(
 
 @app.command("join")
 def join_command(
-    server: Annotated[str, typer.Argument(help="HOST:PORT of the server.")],
-    task: Task,
+    server: Annotated[str, typer.Argument(help="HOST:PORT of the server; left out with --discover.")],
     name: Annotated[str, typer.Option(help="This device's name; it stays the same.")],
     directory: Annotated[Path, typer.Option(help="The device's key is kept here.")],
+    task: Annotated[Path | None, typer.Argument(help="A Python file with a FederatedTask.")] = None,
+    discover: Annotated[
+        bool, typer.Option("--discover", help="Find the server on the local network, where it runs with --announce.")
+    ] = False,
     token: Annotated[str | None, typer.Option(help="To enrol, the first time.")] = None,
     give_up_s: Annotated[float, typer.Option(min=0, help="How long the server may be away.")] = 60.0,
     secure_aggregation: Annotated[
@@ -192,21 +199,21 @@ def join_command(
     """Take part as a device, with the data that it has."""
     from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.deployment.device_client import DeviceClient
-    from torsh_distributed.federated.deployment.known_peers import read_peers
+    from torsh_distributed.federated.deployment.identity.known_peers import read_peers
     from torsh_distributed.federated.federated_config import config_of
     from torsh_distributed.federated.federated_task import load_task
     from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 
-    host, _, port = server.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidArgument("the server is given as HOST:PORT", server=server)
-    loaded = load_task(task)
+    if discover == (task is not None):
+        raise InvalidArgument("give HOST:PORT and a task, or --discover and a task", server=server)
+    address = None if task is None else _address(server)
+    loaded = load_task(server if task is None else task)
     secure = config_of(loaded).secure_aggregation
     if secure_aggregation and secure is None:
         secure = SecureAggregation()
     client = DeviceClient(
         loaded,
-        (host, int(port)),
+        address,
         name=name,
         directory=directory,
         token=token,
@@ -217,14 +224,23 @@ def join_command(
     typer.echo(f"the run is over; this device sent {client.run()} updates")
 
 
+def _address(text: str) -> tuple[str, int]:
+    from torsh_distributed.errors import InvalidArgument
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidArgument("the server is given as HOST:PORT", server=text)
+    return host, int(port)
+
+
 @app.command("key")
 def key_command(
     name: Annotated[str, typer.Option(help="This device's name.")],
     directory: Annotated[Path, typer.Option(help="The device's key is kept here, and made if there is none.")],
 ) -> None:
     """Print this device's line for the list of peers of others."""
-    from torsh_distributed.federated.deployment.device_identity import DeviceKey
-    from torsh_distributed.federated.deployment.known_peers import peer_line
+    from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey
+    from torsh_distributed.federated.deployment.identity.known_peers import peer_line
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     typer.echo(peer_line(name, DeviceKey.load_or_make(directory / "device.key").public))

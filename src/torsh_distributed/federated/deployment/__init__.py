@@ -1,5 +1,5 @@
 """Rounds with real devices over TLS: `round_server` asks them, `device_client` is one of them.
 
-`serve` runs the server. `device_identity` has their keys, `enrolment` the server's list of devices, `device_messages`
-what they say.
+`serve` runs the server. `identity` has who they are, `device_messages` what they say, `device_heartbeat` how each end
+notices that the other is gone, `discovery` how a device finds its server.
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torsh_distributed.comm.transport.connection import Connection
-from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat, HeartbeatSettings
+from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat, HeartbeatSettings
 
 
 class ConnectedDevice:
@@ -18,7 +18,7 @@ class ConnectedDevice:
         self.name = name
         self.public = public
         self.connection = connection
-        self.heartbeat = Heartbeat(connection, settings)
+        self.heartbeat = DeviceHeartbeat(connection, settings)
         self.nonce = b""
         """Of the work it has; empty: none."""
         self._outbox: deque[tuple[list[Any], bytes]] = deque()

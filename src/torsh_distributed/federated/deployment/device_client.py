@@ -23,8 +23,7 @@ from torsh_distributed.errors import (
     first_line,
 )
 from torsh_distributed.federated.deployment.client_memory import ClientMemory
-from torsh_distributed.federated.deployment.device_heartbeat import Heartbeat, HeartbeatSettings
-from torsh_distributed.federated.deployment.device_identity import DeviceKey, EnrolmentToken, client_context
+from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat, HeartbeatSettings
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
     joining_message,
@@ -32,7 +31,9 @@ from torsh_distributed.federated.deployment.device_messages import (
     pack_update,
     update_message,
 )
-from torsh_distributed.federated.deployment.known_peers import KnownPeers
+from torsh_distributed.federated.deployment.discovery import find_server
+from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey, EnrolmentToken, client_context
+from torsh_distributed.federated.deployment.identity.known_peers import KnownPeers
 from torsh_distributed.federated.federated_config import config_of
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.local_training import train_client
@@ -46,6 +47,8 @@ from torsh_distributed.private_files import open_private
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
+_FIND_S = 3.0
+"""Then it is looked for anew: answers that are older than a server that has moved are forgotten."""
 _MOST_OTHER_BYTES = 1 << 22
 """Of a message besides its vectors: the keys of all clients of a secure sum."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -57,7 +60,7 @@ class DeviceClient:
     def __init__(
         self,
         task: FederatedTask,
-        address: tuple[str, int],
+        address: tuple[str, int] | None,
         *,
         name: str,
         directory: Path,
@@ -66,7 +69,9 @@ class DeviceClient:
         secure_aggregation: SecureAggregation | None = None,
         peers: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`give_up_s`: how long the server may be away before `run` ends with an error.
+        """`address`: None finds the server on the local network, anew each time that the device joins.
+
+        `give_up_s`: how long the server may be away before `run` ends with an error.
 
         `secure_aggregation`: None takes that of the task's config; with it the device sends masked updates only.
         `peers`: devices that may be in a sum with this one, by name and key; None knows each as it was first seen.
@@ -110,7 +115,7 @@ class DeviceClient:
                     raise
                 if time.monotonic() - last_seen_s > self._give_up_s:
                     raise CommunicationError(
-                        f"the server cannot be reached: {first_line(error)}", address=str(self._address)
+                        f"the server cannot be reached: {first_line(error)}", address=str(self._address or "discovered")
                     ) from error
                 self._ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -126,9 +131,10 @@ class DeviceClient:
             finally:
                 heartbeat.close()
 
-    def _join(self) -> Heartbeat:
+    def _join(self) -> DeviceHeartbeat:
         """A connection to the server that this device was enrolled with. ConfigurationError if it refuses."""
-        sock = socket.create_connection(self._address, timeout=_CONNECT_S)
+        address = self._address or find_server(self._server_digest, _FIND_S)
+        sock = socket.create_connection(address, timeout=_CONNECT_S)
         try:
             tls = client_context().wrap_socket(sock)
         except OSError:
@@ -139,11 +145,11 @@ class DeviceClient:
             tls.close()
             raise ConfigurationError(
                 "this is not the server that the device was enrolled with: it shows another certificate",
-                address=str(self._address),
+                address=str(address),
             )
         connection = over_tls(tls, 16 * self._replica.numel + _MOST_OTHER_BYTES, _CONNECT_S)
         try:
-            return Heartbeat(connection, self._introduce(connection))
+            return DeviceHeartbeat(connection, self._introduce(connection))
         except BaseException:
             connection.close()
             raise
@@ -166,7 +172,7 @@ class DeviceClient:
         beat_s, expire_s = checked_head(head, float, float)
         return HeartbeatSettings(beat_s=beat_s, expire_s=expire_s)
 
-    def _answer(self, heartbeat: Heartbeat, head: Any, payload: memoryview) -> int:
+    def _answer(self, heartbeat: DeviceHeartbeat, head: Any, payload: memoryview) -> int:
         """Do the work; how many updates were sent."""
         if isinstance(head, list) and head[:1] != ["work"]:
             return self._answer_step(heartbeat, head, bytes(payload))
@@ -200,7 +206,7 @@ class DeviceClient:
         self._send(heartbeat, "sum", nonce, self._member.keys())
         return 0
 
-    def _answer_step(self, heartbeat: Heartbeat, head: list[Any], payload: bytes) -> int:
+    def _answer_step(self, heartbeat: DeviceHeartbeat, head: list[Any], payload: bytes) -> int:
         """A step of a secure sum; how many updates were sent."""
         (nonce,) = checked_head(head, bytes)
         member, self._member = self._member, None
@@ -216,7 +222,7 @@ class DeviceClient:
         self._send(heartbeat, "sum", nonce, answer)
         return int(head[0] == "sealed")
 
-    def _send(self, heartbeat: Heartbeat, kind: str, nonce: bytes, payload: bytes) -> None:
+    def _send(self, heartbeat: DeviceHeartbeat, kind: str, nonce: bytes, payload: bytes) -> None:
         heartbeat.send([kind, nonce, self._key.sign(update_message(nonce, payload))], payload)
 
     def _require_privacy(self, order: RoundOrder) -> None:

@@ -44,7 +44,7 @@ class HeartbeatSettings:
             )
 
 
-class Heartbeat:
+class DeviceHeartbeat:
     """Of one connection, for the one thread that sends and receives on it. Errors are OSError."""
 
     def __init__(self, connection: Connection, settings: HeartbeatSettings) -> None:

@@ -20,11 +20,6 @@ from torsh_distributed.errors import ConfigurationError, SerializationError, Tor
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.deployment.connected_device import ConnectedDevice
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
-from torsh_distributed.federated.deployment.device_identity import (
-    DeviceKey,
-    EnrolmentToken,
-    server_context,
-)
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
     joining_message,
@@ -32,7 +27,12 @@ from torsh_distributed.federated.deployment.device_messages import (
     over_tls,
     update_message,
 )
-from torsh_distributed.federated.deployment.enrolment import DeviceList
+from torsh_distributed.federated.deployment.identity.device_identity import (
+    DeviceKey,
+    EnrolmentToken,
+    server_context,
+)
+from torsh_distributed.federated.deployment.identity.enrolment import DeviceList
 from torsh_distributed.federated.deployment.open_work import BufferedWork, SharedRound
 from torsh_distributed.federated.deployment.secure_round import SumStep, secure_round
 from torsh_distributed.federated.federated_config import FederatedConfig

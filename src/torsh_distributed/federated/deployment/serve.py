@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
+from torsh_distributed.federated.deployment.discovery import announced
 from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask
@@ -21,6 +23,7 @@ def serve_devices(
     host: str = "127.0.0.1",
     port: int = 0,
     num_tokens: int = 0,
+    announces: bool = False,
     revoked: Sequence[str] = (),
     deadline_s: float = 600.0,
     heartbeat: HeartbeatSettings | None = None,
@@ -29,7 +32,8 @@ def serve_devices(
 ) -> FederatedResult:
     """Train with devices until the rounds are done. Killed and started again, it goes on with the same round.
 
-    `say` gets the address and new enrolment tokens, each of which lets one device in.
+    `say` gets the address and new enrolment tokens, each of which lets one device in. `announces`: devices on the
+    local network may find the server by mDNS.
     """
     directory = Path(directory)
     config = config or config_of(task)
@@ -51,7 +55,8 @@ def serve_devices(
         say(f"serving {server.address[0]}:{server.address[1]}")
         for _ in range(num_tokens):
             say(f"token {server.new_token()}")
-        result = RoundLoop(task, config, server, directory=directory).run(on_round)
+        with announced(server.address, server.digest) if announces else contextlib.nullcontext():
+            result = RoundLoop(task, config, server, directory=directory).run(on_round)
         is_done = True
     finally:
         server.close(is_done=is_done)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torsh_distributed.comm.serialization import deserialize, serialize
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, SerializationError
 from torsh_distributed.federated import SecureAggregation
-from torsh_distributed.federated.deployment.device_identity import DeviceKey
+from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey
 from torsh_distributed.federated.privacy.secure_sum.mask_words import KeyPair
 from torsh_distributed.federated.privacy.secure_sum.packed_words import pack_words, packed_bytes, unpack_words
 from torsh_distributed.federated.privacy.secure_sum.secret_shares import join_shares, split_secret
