@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -13,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from click.testing import Result as Invoked
 from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
-from benchmarks.__main__ import part_named
+from benchmarks.__main__ import main, part_named
 from benchmarks.cases import case_names, load_case
 from benchmarks.harness import QUICK, Budget, Case, Measurement, Note, Row, Unit
-from benchmarks.machine import ROOT, describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.page import PAGE, page_text, write_page
 from benchmarks.plot import fingerprint, save_plot
 from benchmarks.result import RESULTS, Result, beside_earlier, load_result, load_results, run_case, save_result
@@ -145,15 +145,24 @@ def test_a_page_can_be_written_elsewhere(result: Result, tmp_path: Path) -> None
     assert (tmp_path / "sample.png").exists()
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+def run(*args: str) -> Invoked:
+    """The command, in this process: to import torch once more takes longer than what it does."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, args)
 
 
+@pytest.fixture
+def _kept_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes it away."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+
+
+@pytest.mark.usefixtures("_kept_variable")
 def test_an_unknown_case_proposes_the_nearest() -> None:
     done = run("evnts")
-    assert done.returncode == 2
-    assert "did you mean events?" in " ".join(done.stderr.split())
+    assert done.exit_code == 2
+    assert "did you mean events?" in " ".join(done.output.split())
 
 
 def test_a_part_goes_by_its_beginning() -> None:
@@ -167,14 +176,15 @@ def test_a_part_goes_by_its_beginning() -> None:
             part_named(case, "chaos", wanted)
 
 
+@pytest.mark.usefixtures("_kept_variable")
 @pytest.mark.parametrize("name", [pytest.param("events", marks=pytest.mark.matrix), "codecs_cuda"])
 def test_a_quick_run_is_kept_where_it_is_told_to_and_nowhere_else(name: str, tmp_path: Path) -> None:
     """`make benchcheck` runs every case; here two stand for them, one that needs what is not everywhere."""
     before = {path: path.stat().st_mtime_ns for path in RESULTS.glob("*")}
     done = run(name, "--quick", "--json", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     if name.endswith("_cuda") and not torch.cuda.is_available():
-        assert "nothing was measured, nothing is kept" in done.stdout
+        assert "nothing was measured, nothing is kept" in done.output
         assert not list(tmp_path.iterdir())
         return
     found = load_result(tmp_path / f"{name}.json")

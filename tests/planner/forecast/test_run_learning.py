@@ -78,6 +78,7 @@ def test_a_recorded_run_corrects_the_next_prediction(measured_here: Path) -> Non
     assert corrected == pytest.approx(run.total_s - unpredicted)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_run_without_steps_teaches_nothing(measured_here: Path) -> None:
     assert "nothing is learned from this run" in record(measured_here, 0)
