@@ -29,6 +29,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
 from torsh_distributed.plan.compatibility.recovery_rules import offloads_shards, pages_model
 from torsh_distributed.plan.compatibility.server_rules import is_served
+from torsh_distributed.plan.sections.training import PrecisionConfig
 
 StrategyKind = Literal["alone", "composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 
@@ -86,7 +87,7 @@ def strategy_for(
         model,
         plan.fsdp,
         mesh=mesh,
-        precision=plan.precision,
+        precision=_accumulating(plan, is_offloaded=keeper is not None),
         param_init_fn=param_init_fn,
         weights=weights,
         seed=plan.training.seed,
@@ -95,6 +96,19 @@ def strategy_for(
         keeper=keeper,
     )
     return Sharded(wrapped) if keeper is None else ShardedOffload(wrapped, keeper)
+
+
+def _accumulating(plan: Plan, *, is_offloaded: bool) -> PrecisionConfig:
+    """The formats of shards.
+
+    FSDP2 adds up the passes of a step in the format in which it then reduces: 16 bits would lose the smaller ones.
+    Under offload every pass is reduced, into fp32.
+    """
+    precision = plan.precision
+    is_low = precision.dtype != "fp32" and precision.reduce_dtype == "same"
+    if is_low and plan.training.gradient_accumulation > 1 and not is_offloaded:
+        return precision.replace(reduce_dtype="fp32")
+    return precision
 
 
 def _drawn(model: nn.Module, plan: Plan, init_fn: ParamInit | None) -> DrawnWeights | None:

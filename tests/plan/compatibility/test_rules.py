@@ -258,6 +258,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"training": {"gradient_accumulation": 1}},
         1,
     ),
+    "casts-without-shards": (
+        {"mesh": {"dp": 2}, "precision": {"dtype": "bf16", "output_dtype": "fp32"}},
+        {"mesh": {"dp": 1, "shard": 2}},
+        2,
+    ),
     "fp8-on-split-layers": (
         {"mesh": {"tp": 2}, "precision": {"dtype": "fp8"}},
         {"mesh": {"tp": 1, "shard": 2}},

@@ -91,7 +91,7 @@ def _mixed_precision(draft: PlanDraft, key: str, value: Any) -> None:
         draft.match(key, value, "", "fp32 is the default")
         return
     targets = {"param_dtype": "precision.dtype", "reduce_dtype": "precision.reduce_dtype"}
-    targets["buffer_dtype"] = "precision.buffer_dtype"
+    targets |= {"buffer_dtype": "precision.buffer_dtype", "output_dtype": "precision.output_dtype"}
     for name, part in parts_of(value).items():
         full = f"{key}.{name}"
         chosen = format_of(part)
@@ -103,8 +103,8 @@ def _mixed_precision(draft: PlanDraft, key: str, value: Any) -> None:
             draft.refuse(full, part, "formats are fp32, bf16 and fp16")
         elif name == "keep_low_precision_grads" and part:
             draft.refuse(full, part, "gradients of shards are fp32, as the optimizer needs them")
-        elif name == "output_dtype":
-            draft.refuse(full, part, "outputs have the format of computation: cast them in the model")
+        elif name == "cast_forward_inputs" and "cast_root_forward_inputs" not in parts_of(value):
+            draft.honour(full, part, "precision.cast_forward_inputs", bool(part))
         else:
             draft.match(full, part, "", "inputs are cast to the format of computation")
 

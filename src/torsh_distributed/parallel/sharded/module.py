@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -159,7 +159,10 @@ class FullyShardedDataParallel(nn.Module):
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
             reduce_dtype=_DTYPES.get(precision.reduce_dtype),
+            cast_forward_inputs=precision.cast_forward_inputs,
         )
+        # Of the whole model only: FSDP2 would cast what one piece hands to the next, too.
+        outermost = replace(policy, output_dtype=_DTYPES.get(precision.output_dtype))
         keeps_gathered = self.config.strategy == "shard_grad_op"
         if separate is not None:
             _shard_separately(separate, policy, keeps_gathered=keeps_gathered)
@@ -180,7 +183,7 @@ class FullyShardedDataParallel(nn.Module):
                 mesh=mesh,
                 # None lets FSDP2 keep the model's own piece gathered, because backward begins with it.
                 reshard_after_forward=False if keeps_gathered else (None if piece is self.module else True),
-                mp_policy=policy,
+                mp_policy=outermost if piece is self.module else policy,
                 ignored_params=whole,
                 offload_policy=OffloadPolicy() if keeper is None else keeper.policy(names[piece]),
             )

@@ -115,6 +115,16 @@ SPEED_RULES = (
         way_out="set compile.cuda_graphs = false, or training.gradient_accumulation = 1",
     ),
     CompatibilityRule(
+        name="casts-without-shards",
+        keys=("precision.output_dtype", "precision.cast_forward_inputs", "mesh.shard"),
+        clashes=lambda plan: (
+            plan.mesh.shard == 1 and (plan.precision.output_dtype != "same" or not plan.precision.cast_forward_inputs)
+        ),
+        reason="they are FSDP2's; without shards autocast chooses the format of each operation, and losses are in fp32",
+        way_out='shard parameters (mesh.shard above 1), or leave precision.output_dtype at "same" and'
+        " precision.cast_forward_inputs at true",
+    ),
+    CompatibilityRule(
         name="fp8-on-split-layers",
         keys=("precision.dtype", "mesh.tp"),
         clashes=lambda plan: plan.precision.dtype == "fp8" and plan.mesh.tp > 1,

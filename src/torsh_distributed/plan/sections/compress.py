@@ -47,7 +47,10 @@ METHODS: dict[str, CompressMethod] = {
     "int8": CompressMethod(
         "dense.rounding:Int8Codec", MethodParameter("elements that share a scale", 256, 8, 65536, integer=True)
     ),
-    "nbit": CompressMethod("dense.rounding:NbitCodec", MethodParameter("bits for each element", 8, 1, 8, integer=True)),
+    "nbit": CompressMethod(
+        "dense.rounding:NbitCodec",
+        MethodParameter("bits for each element; for 9 to 16 use bf16 or fp16", 8, 1, 8, integer=True),
+    ),
     "sign": CompressMethod("dense.sign:SignCodec"),
     "majority": CompressMethod("dense.sign:MajorityCodec"),
     "ternary": CompressMethod(

@@ -34,7 +34,15 @@ class PrecisionConfig(Section):
     """Compute fp8 products in fp32 from rounded values: the same numbers without the speed, for devices without fp8."""
 
     reduce_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Format in which gradients are summed over ranks; `same` keeps theirs."""
+    """Format in which gradients are summed over ranks; `same` keeps theirs. Where shards compute in 16 bits and several
+    passes make a step, theirs is fp32: FSDP2 adds passes up in the format in which it reduces."""
+
+    output_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Format in which a sharded model returns floating outputs, for a loss that needs fp32; `same` keeps theirs."""
+
+    cast_forward_inputs: bool = True
+    """Give every sharded piece its inputs in the format of computation. Off: the model casts them itself, and layers
+    that need fp32 inputs get them."""
 
     buffer_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Format of the model's buffers; `same` does not change them."""
