@@ -134,6 +134,7 @@ class TorshProcessGroup(GroupCalls):
         check_numel(output, sources[self._wire.rank].numel(), call.operation, "output")
         ours = parse_reduction(options.reduceOp, output.dtype)
         body = self._body(output, operations.reduce_scatter, output, sources, ours, factor_of(options.reduceOp))
+        call.sources = sources
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
@@ -163,6 +164,7 @@ class TorshProcessGroup(GroupCalls):
             check_numel(source, output.numel() * self._wire.num_ranks, call.operation, "input")
             op = parse_reduction(options.reduceOp, output.dtype)
             bodies.append(self._body(output, operations.reduce_scatter_single, output, source, op, factor))
+        call.sources = sources
         return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ class TorshProcessGroup(GroupCalls):
             check_numel(source, outputs[self._wire.rank].numel(), call.operation, "input")
             bodies.append(self._body(source, operations.all_gather, outputs, source))
         flat = [tensor for outputs in output_lists for tensor in outputs]
+        call.sources = sources
         return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=flat)
 
     @override
@@ -243,6 +246,7 @@ class TorshProcessGroup(GroupCalls):
             self._check_pair(output, source, call.operation)
             check_numel(output, source.numel() * self._wire.num_ranks, call.operation, "output")
             bodies.append(self._body(source, operations.all_gather_single, output, source))
+        call.sources = sources
         return self._start(OneByOne(bodies), call, is_async=options.asyncOp, outputs=outputs)
 
     @override
@@ -268,6 +272,7 @@ class TorshProcessGroup(GroupCalls):
                 check_numel(output, source.numel(), call.operation, "output")
         self._check_tensor(source, call.operation)
         body = self._body(source, operations.gather, outputs, source, at)
+        call.sources = [source]
         return self._start(body, call, is_async=options.asyncOp, outputs=outputs or [])
 
     @override
@@ -293,6 +298,7 @@ class TorshProcessGroup(GroupCalls):
                 check_numel(source, output.numel(), call.operation, "input")
         self._check_tensor(output, call.operation)
         body = self._body(output, operations.scatter, output, sources, at)
+        call.sources = sources
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
@@ -310,6 +316,7 @@ class TorshProcessGroup(GroupCalls):
         self._check_list(output_tensors, input_tensors[0], call.operation)
         self._check_list(input_tensors, output_tensors[0], call.operation)
         body = self._body(input_tensors[0], operations.all_to_all, output_tensors, input_tensors)
+        call.sources = input_tensors
         return self._start(body, call, is_async=options.asyncOp, outputs=output_tensors)
 
     @override
@@ -332,6 +339,7 @@ class TorshProcessGroup(GroupCalls):
         check_splits(source, input_split_sizes, self._wire.num_ranks, call.operation, "input")
         splits = list(output_split_sizes), list(input_split_sizes)
         body = self._body(source, operations.all_to_all_single, output, source, *splits)
+        call.sources = [source]
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:

@@ -36,7 +36,7 @@ class GroupCalls(ShortPath):
         self._check_tensor(tensor, call.operation)
         peer = self._check_rank(dst, call.operation)
         [buffer] = Staged([tensor], is_filled=True).tensors if tensor.is_cpu else [self._gpu(tensor).to_host(tensor)]
-        work = self._new_transfer(call, [tensor], peer)
+        work = self._new_transfer(call, [tensor], peer, tag)
         with self._timed(call, [tensor]), _ending(work):
             self._wire.send(buffer, peer, tag, work, call)
         return self._track(work)
@@ -60,14 +60,15 @@ class GroupCalls(ShortPath):
             [buffer], give_back = staged.tensors, staged.give_back
         else:
             buffer, give_back = self._gpu(tensor).incoming(tensor)
-        work = self._new_transfer(call, [tensor], src)
+        work = self._new_transfer(call, [tensor], src, tag)
         work.before_completion(give_back)
         with self._timed(call, [tensor]), _ending(work):
             self._wire.receive(buffer, src, tag, work, call)
         return self._track(work)
 
-    def _new_transfer(self, call: Call, tensors: list[Tensor], peer: int | None) -> PendingWork:
+    def _new_transfer(self, call: Call, tensors: list[Tensor], peer: int | None, tag: int) -> PendingWork:
         self._number(call)
+        call.peer, call.tag = peer, tag
         work = self._new_work(call, tensors, self._wire.help_with)
         work.record = self._new_record(call, tensors, peer)
         return work

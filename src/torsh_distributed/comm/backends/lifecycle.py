@@ -219,7 +219,9 @@ class GroupLifecycle(dist.ProcessGroup):
     def _begin(self, body: Body, call: Call, outputs: Sequence[Tensor], *, is_async: bool) -> dist.Work:
         record = self._new_record(call, outputs)
         if not is_async and self._coalesced is None:
-            now = marked(body, self._title(call), outputs, self._facts(call, outputs)) if is_profiled() else body
+            now = body
+            if is_profiled():
+                now = marked(body, self._title(call), call.sources or outputs, self._facts(call, outputs))
             try:
                 if self._executor.run(now, call):
                     if record is not None:
@@ -271,7 +273,7 @@ class GroupLifecycle(dist.ProcessGroup):
         work = PendingWork(call.operation, tensors, help_with)
         work.on_error(self._note_failure)
         if is_profiled():
-            work.mark = begin_mark(self._title(call), tensors, self._facts(call, tensors))
+            work.mark = begin_mark(self._title(call), call.sources or tensors, self._facts(call, tensors))
         return work
 
     def _title(self, call: Call) -> str:
@@ -279,10 +281,17 @@ class GroupLifecycle(dist.ProcessGroup):
         return f"{self.title}:{call.operation}"
 
     def _facts(self, call: Call, tensors: Sequence[Tensor]) -> Facts:
+        to, here = {}, self._wire.rank
+        if call.tag is not None:
+            peer = -1 if call.peer is None else call.peer
+            source, target = (here, peer) if call.operation == "send" else (peer, here)
+            to = {"Src Rank": source, "Dst Rank": target, "Tag": call.tag}
         return {
             "Collective name": call.operation,
             "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            "In msg nelems": sum(tensor.numel() for tensor in call.sources or tensors),
             "Out msg nelems": sum(tensor.numel() for tensor in tensors),
+            **to,
             "Process Group Name": self._name,
             "Group size": self._wire.num_ranks,
             "Seq": call.sequence,

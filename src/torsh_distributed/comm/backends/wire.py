@@ -27,7 +27,7 @@ class Call:
     Why a plain class with slots: every collective creates one, and a small collective takes microseconds.
     """
 
-    __slots__ = ("is_background", "operation", "sequence", "timeout_ns")
+    __slots__ = ("is_background", "operation", "peer", "sequence", "sources", "tag", "timeout_ns")
 
     def __init__(self, operation: str, timeout_ns: int, sequence: int = 0) -> None:
         self.operation = operation
@@ -35,6 +35,10 @@ class Call:
         self.sequence = sequence
         # Set by the group's own thread, which must not spin while the caller computes.
         self.is_background = False
+        # For profiles alone: what goes in where that is another tensor than what comes out, and who a message is for.
+        self.sources: Sequence[Tensor] | None = None
+        self.peer: int | None = None
+        self.tag: int | None = None
 
 
 BufferUse = Literal["shared", "per_rank"]

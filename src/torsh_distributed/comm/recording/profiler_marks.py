@@ -47,7 +47,8 @@ def begin_mark(title: str, tensors: Sequence[Tensor], facts: Facts) -> Future[No
 
     Why a future: a profile belongs to a thread, and torch hands it on to another only inside C++. This is how torch
     itself ends the mark of a remote call. Such a mark goes from the call to the end, like those of c10d's own handles,
-    and takes no tensors; their sizes are in a short mark at the call. None if no profiler runs in this thread.
+    and is asynchronous if another thread ends it. It takes no tensors: their sizes, and who a message is for, are in a
+    short mark at the call. None if no profiler runs in this thread.
     """
     if not _profiler_enabled():
         return None
