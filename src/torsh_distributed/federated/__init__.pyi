@@ -12,6 +12,7 @@ from torsh_distributed.federated.deployment.device_client import DeviceClient as
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings as HeartbeatSettings
 from torsh_distributed.federated.deployment.round_server import RoundServer as RoundServer
 from torsh_distributed.federated.deployment.serve import serve_devices as serve_devices
+from torsh_distributed.federated.deployment.tier_server import serve_tier as serve_tier
 from torsh_distributed.federated.federated_config import FederatedConfig as FederatedConfig
 from torsh_distributed.federated.federated_task import FederatedTask as FederatedTask
 from torsh_distributed.federated.federated_task import load_task as load_task

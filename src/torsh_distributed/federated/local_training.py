@@ -93,8 +93,7 @@ def train_client(
 
     `state` is what earlier rounds left on this client. Raises what the task raises.
     """
-    num_samples = task.num_samples(data)
-    if num_samples < 1:
+    if task.num_samples(data) < 1:
         raise InvalidArgument("the client has no data", client=work.client)
     replica.write(start)
     replica.model.train()
@@ -105,6 +104,7 @@ def train_client(
     began_s = time.perf_counter()
     with _corrected_steps(replica, start, work, own_control) as steps:
         figures = task.train(replica.model, data, work.epochs) or {}
+    num_samples = task.num_samples(data)  # an aggregator knows it once its own clients have answered
     delta = replica.read() - start
     if work.local_clip is not None:
         delta = noised(clipped(delta, work.local_clip)[0], work.local_noise_std).to(delta.dtype)

@@ -41,6 +41,11 @@ class UpdateSum:
         self._step_norm += weight * update.step_norm
         self.num_updates += 1
 
+    @property
+    def weight(self) -> float:
+        """Of all updates together."""
+        return self._weight
+
     def merge(self, other: UpdateSum) -> None:
         """Add what another process has summed."""
         for name, total in other._vectors.items():

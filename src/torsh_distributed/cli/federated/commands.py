@@ -125,6 +125,12 @@ def serve_command(
     deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
     heartbeat_s: Annotated[float, typer.Option(help="Devices say that they are there as often as this.")] = 10.0,
     expire_s: Annotated[float, typer.Option(help="A device that was silent for so long is given up.")] = 60.0,
+    upstream: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a server of the tier above, of which this one is a device.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="This server's name as a device; with --upstream.")] = None,
+    upstream_token: Annotated[str | None, typer.Option(help="To enrol there, the first time.")] = None,
+    period: Annotated[int, typer.Option(min=1, help="Rounds with its devices for each round of the tier above.")] = 1,
     rounds: Rounds = None,
     per_round: PerRound = None,
     min_clients: Annotated[int | None, typer.Option(min=1, help="The fewest updates that make a round.")] = None,
@@ -139,11 +145,17 @@ def serve_command(
     seed: Seed = None,
 ) -> None:
     """Train with devices, which join over TLS."""
+    from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.async_buffer import AsyncBuffer
     from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
     from torsh_distributed.federated.deployment.serve import serve_devices
+    from torsh_distributed.federated.deployment.tier_server import serve_tier
     from torsh_distributed.federated.federated_task import load_task
 
+    if (upstream is None) != (name is None) or (upstream is None and (upstream_token or period > 1)):
+        raise InvalidArgument("--upstream and --name go together, and --upstream-token and --period with them")
+    if upstream is not None and (rounds is not None or epochs is not None or revoke or announce):
+        raise InvalidArgument("with --upstream --rounds, --epochs, --revoke and --announce are for the tier above")
     loaded = load_task(task)
     config = _config(
         loaded,
@@ -160,21 +172,24 @@ def serve_command(
         error_feedback=error_feedback,
         seed=seed,
     )
+    shared: dict[str, Any] = {
+        "config": config,
+        "directory": directory,
+        "host": host,
+        "port": port,
+        "num_tokens": tokens,
+        "deadline_s": deadline_s,
+        "heartbeat": HeartbeatSettings(beat_s=heartbeat_s, expire_s=expire_s),
+        "say": typer.echo,
+        "on_round": _print_round,
+    }
+    if upstream is not None and name is not None:
+        with _events_written():
+            sent = serve_tier(loaded, _address(upstream), name=name, period=period, token=upstream_token, **shared)
+        typer.echo(f"the run is over; this server sent {sent} updates")
+        return
     with _events_written():
-        result = serve_devices(
-            loaded,
-            config=config,
-            directory=directory,
-            host=host,
-            port=port,
-            num_tokens=tokens,
-            announces=announce,
-            revoked=revoke or [],
-            deadline_s=deadline_s,
-            heartbeat=HeartbeatSettings(beat_s=heartbeat_s, expire_s=expire_s),
-            say=typer.echo,
-            on_round=_print_round,
-        )
+        result = serve_devices(loaded, announces=announce, revoked=revoke or [], **shared)
     _finish(result, directory)
 
 

@@ -37,16 +37,8 @@ def serve_devices(
     """
     directory = Path(directory)
     config = config or config_of(task)
-    replica = ModelVector(task.model())
-    server = RoundServer(
-        config,
-        directory=directory,
-        fingerprint=replica.fingerprint,
-        numel=replica.numel,
-        host=host,
-        port=port,
-        deadline_s=deadline_s,
-        heartbeat=heartbeat,
+    server = open_server(
+        task, config, directory=directory, host=host, port=port, deadline_s=deadline_s, heartbeat=heartbeat
     )
     is_done = False
     try:
@@ -61,3 +53,27 @@ def serve_devices(
     finally:
         server.close(is_done=is_done)
     return result
+
+
+def open_server(
+    task: FederatedTask,
+    config: FederatedConfig,
+    *,
+    directory: Path,
+    host: str,
+    port: int,
+    deadline_s: float,
+    heartbeat: HeartbeatSettings | None,
+) -> RoundServer:
+    """A server for devices with the task's model."""
+    replica = ModelVector(task.model())
+    return RoundServer(
+        config,
+        directory=directory,
+        fingerprint=replica.fingerprint,
+        numel=replica.numel,
+        host=host,
+        port=port,
+        deadline_s=deadline_s,
+        heartbeat=heartbeat,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -72,8 +72,11 @@ class RoundLoop:
         self._noise = CentralNoise(config.privacy) if isinstance(config.privacy, CentralPrivacy) else None
         seed_everything(derived_seed(config.seed, "model"))
         self._global = ModelVector(task.model())
-        self._vector: Tensor = self._global.read()
-        if self._vector.dtype != torch.float32 and {config.upload, config.download} != {WHOLE}:
+        self.vector: Tensor = self._global.read()
+        """The global model's values."""
+        self._weight = 0.0
+        """Of the last round's updates together, where they were averaged."""
+        if self.vector.dtype != torch.float32 and {config.upload, config.download} != {WHOLE}:
             raise ConfigurationError("codecs are for models of float32", hint="leave upload and download at 'none'")
         self._records: list[RoundRecord] = []
         self._file = None if directory is None else RoundFile(directory)
@@ -96,15 +99,33 @@ class RoundLoop:
             record = self.run_round()
             if on_round is not None:
                 on_round(record)
-        self._global.write(self._vector)
+        self._global.write(self.vector)
         return FederatedResult(model=self._global.model, rounds=list(self._records), stopped=stopped)
+
+    def run_from(
+        self, model: Tensor, epochs: int, num_rounds: int, on_round: Callable[[RoundRecord], None] | None = None
+    ) -> tuple[RoundRecord, int]:
+        """At least one round from another model than the last one's, for a tier above that sent it.
+
+        Returns the last round, and what its updates weighed together. Afterwards `vector` is what they came to.
+        """
+        self.vector = model
+        self._config = replace(self._config, local_epochs=epochs)
+        for _ in range(num_rounds):
+            if (stopped := self._why_stop()) is not None:
+                raise InvalidArgument(stopped)
+            record = self.run_round()
+            if on_round is not None:
+                on_round(record)
+        return record, max(1, round(self._weight or record.num_updates))
 
     def run_round(self) -> RoundRecord:
         """The next round; on return its state is on the disk."""
         began_s = time.perf_counter()
         order, chosen, replies = self._updates_of_round()
         combined = self._combined(replies)
-        self._vector = self._strategy.step(self._vector, combined, len(self._cohort.members()))
+        self._weight = replies.total.weight
+        self.vector = self._strategy.step(self.vector, combined, len(self._cohort.members()))
         self._cohort.round_counts(order)
         record = RoundRecord(
             round=order.round,
@@ -120,7 +141,7 @@ class RoundLoop:
         )
         self._records.append(record)
         self._keep()
-        emit(FederatedRoundEvent(**asdict(record), num_planned=self._config.rounds))
+        emit(FederatedRoundEvent(**asdict(record), num_planned=self._config.rounds or None))
         return record
 
     def _updates_of_round(self) -> tuple[RoundOrder, list[str], RoundReplies]:
@@ -174,10 +195,10 @@ class RoundLoop:
 
     def _order(self, attempt: int) -> RoundOrder:
         strategy, local, config = self._strategy, self._config.privacy, self._config
-        packed, model = None, self._vector
+        packed, model = None, self.vector
         if config.download != WHOLE:
-            packed = encoded(config.download, self._vector, model_seed(self.next_round))
-            model = decoded(config.download, packed, self._vector, model_seed(self.next_round))
+            packed = encoded(config.download, self.vector, model_seed(self.next_round))
+            model = decoded(config.download, packed, self.vector, model_seed(self.next_round))
         return RoundOrder(
             round=self.next_round,
             attempt=attempt,
@@ -189,7 +210,7 @@ class RoundLoop:
             epochs=self._config.local_epochs,
             seed=derived_seed(self._config.seed, "attempt", attempt),
             proximal=strategy.proximal,
-            control=strategy.control(self._vector),
+            control=strategy.control(self.vector),
             wants_step_norm=strategy.needs_step_norm,
             local_clip=local.clip_norm if isinstance(local, LocalPrivacy) else None,
             local_noise_std=local.noise_std if isinstance(local, LocalPrivacy) else 0.0,
@@ -232,7 +253,7 @@ class RoundLoop:
             return MeanUpdate(delta=self._config.rule.combine(updates), num_updates=len(updates))
         if self._noise is None:
             return replies.total.mean(self._global.dtype)
-        total = replies.total.total(self._vector)
+        total = replies.total.total(self.vector)
         # Of all members: who is connected tells who took part.
         expected = self._probability * len(self._cohort.members())
         delta = self._noise.private_mean(total, replies.num_unclipped, replies.num_updates, expected)
@@ -261,7 +282,7 @@ class RoundLoop:
         return None
 
     def _evaluate(self) -> dict[str, float]:
-        self._global.write(self._vector)
+        self._global.write(self.vector)
         self._global.model.eval()
         return {name: float(value) for name, value in self._task.evaluate(self._global.model).items()}
 
@@ -271,7 +292,7 @@ class RoundLoop:
         self._file.write(
             {
                 **self._identity(),
-                "vector": self._vector,
+                "vector": self.vector,
                 "strategy_state": self._strategy.state(),
                 "noise": {} if self._noise is None else self._noise.state(),
                 "cohort": dict(self._cohort.state()),
@@ -296,7 +317,7 @@ class RoundLoop:
                     kept=state[what],
                     now=here,
                 )
-        self._vector = state["vector"]
+        self.vector = state["vector"]
         self._strategy.load(state["strategy_state"])
         if self._noise is not None:
             self._noise.load(state["noise"])
