@@ -238,7 +238,7 @@ CASE = Case(
     about="""Two processes on one node, measured in turns. An echo is one call at a time, of a function that runs where
     the call is read (`inline=True`), or on a thread as torch's do; "computes" is a thread of the callee that multiplies
     matrices. Pipelined calls are sent 200 at a time before the first result is taken. 64 MB are sent, and read by the
-    callee; ours go through a sealed memory file; memcpy is one copy within a process. Windows are memory of
+    callee; ours go through a memory file that is used again; memcpy is one copy within a process. Windows are memory of
     the callee, which takes no part. The rival is torch's RPC (TensorPipe), with its defaults.""",
     rows=_rows,
 )

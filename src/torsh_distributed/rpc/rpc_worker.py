@@ -385,6 +385,9 @@ class RpcWorker:
             self._tell_owner(owner, "@renew", keys)
         self.objects.drop_expired()
         self._links.close_idle()
+        for link in self._links.connections():
+            link.drop_idle()
+        self._server.drop_idle()
 
     # The end
 

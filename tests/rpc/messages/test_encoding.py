@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.rpc.messages.decoding import open_message
-from torsh_distributed.rpc.messages.encoding import TABLE_BYTES, encode, sealed_file
+from torsh_distributed.rpc.messages.encoding import TABLE_BYTES, encode
+from torsh_distributed.rpc.messages.payload_files import PayloadFiles, ReceivedFiles
 
 
 class NothingRegistered:
@@ -66,10 +67,12 @@ VALUES = st.recursive(
 def through(message: list[Any], *, is_file: bool = False) -> list[Any]:
     encoded = encode(message, REGISTRY)
     if is_file:
-        opened, views = open_message(deque([sealed_file(encoded.parts)]), memoryview(encoded.head(is_file=True)), 0)
+        opened, views = open_message(
+            ReceivedFiles(), deque([PayloadFiles().send(encoded.parts)]), memoryview(encoded.head(is_file=True)), 0
+        )
         assert views == []
         return opened.read(REGISTRY)
-    opened, views = open_message(deque(), memoryview(encoded.head()), encoded.num_payload)
+    opened, views = open_message(ReceivedFiles(), deque(), memoryview(encoded.head()), encoded.num_payload)
     for view, part in zip(views, encoded.parts, strict=True):
         if part:
             view[:] = part
@@ -96,7 +99,7 @@ def memory_taken(head: bytes, num_payload: int) -> int | None:
     """How much memory is taken for the payload of a head; None if the head is refused."""
     num_bytes = None
     try:
-        opened, views = open_message(deque(), memoryview(head), num_payload)
+        opened, views = open_message(ReceivedFiles(), deque(), memoryview(head), num_payload)
         num_bytes = sum(map(len, views))
         opened.read(REGISTRY)
     except (BadFrame, SerializationError):
@@ -144,7 +147,7 @@ def with_table(rows: Any, body: bytes = b"\x92\x06\x01") -> bytes:
 )
 def test_what_is_announced_is_checked_before_memory_is_taken(head: bytes, num_payload: int, problem: str) -> None:
     with pytest.raises(BadFrame, match=problem):
-        open_message(deque(), memoryview(head), num_payload)
+        open_message(ReceivedFiles(), deque(), memoryview(head), num_payload)
 
 
 def test_nesting_and_empty_messages_are_refused() -> None:
@@ -161,7 +164,7 @@ def test_nesting_and_empty_messages_are_refused() -> None:
         b"\xc1",
         msgpack.packb([1, msgpack.ExtType(77, b"")]),
     ):
-        opened, _ = open_message(deque(), memoryview(TABLE_BYTES.pack(0) + body), 0)
+        opened, _ = open_message(ReceivedFiles(), deque(), memoryview(TABLE_BYTES.pack(0) + body), 0)
         with pytest.raises(BadFrame):
             opened.read(REGISTRY)
 
@@ -173,11 +176,12 @@ def test_a_file_that_can_still_change_or_does_not_fit_is_refused(kind: str) -> N
         file, other = os.pipe()
         os.close(other)
     elif kind == "short":
-        file = sealed_file([memoryview(bytes(60))])
+        file = PayloadFiles().send([memoryview(bytes(60))])
+        head = memoryview(with_table([[-3, 2 << 20], [0, 0, 1 << 19]]))
     else:
         file = os.memfd_create("test")
         os.write(file, bytes(64))
     with pytest.raises(BadFrame, match="file"):
-        open_message(deque([file]), head, 0)
+        open_message(ReceivedFiles(), deque([file]), head, 0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)

@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -34,6 +35,8 @@ _MOST_FILES = 16
 """Descriptors that arrived before the heads that speak of them; more are nobody's."""
 _FILE_SPACE = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
 _WOULD_BLOCK = (BlockingIOError, InterruptedError)
+_PEER = struct.Struct("3i")
+"""Process, user and group of the other end of a Unix socket."""
 
 
 class Lane:
@@ -50,11 +53,11 @@ class Lane:
     ) -> None:
         """`loop` sends what callers that may not wait leave behind, and reads if `watch` says so.
 
-        `takes_files`: descriptors may be handed over, where the socket can; looking for them makes every read slower.
+        `takes_files`: descriptors may be handed over, between processes of one user of a node; reads are slower then.
         """
         sock = proved.sock
         sock.setblocking(False)
-        self.takes_files = takes_files and sock.family == socket.AF_UNIX
+        self.takes_files = takes_files and _is_same_user(sock)
         """Whether descriptors can be handed over."""
         self._raw = sock
         self._sock: socket.socket | _EncryptedSocket = sock
@@ -263,6 +266,14 @@ class Lane:
             self._raw.close()
         for file in files:
             os.close(file)
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    """Whether the other end is a process of this user on this node, as the kernel says."""
+    if sock.family != socket.AF_UNIX:
+        return False
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(uid == os.geteuid())
 
 
 class _EncryptedSocket:

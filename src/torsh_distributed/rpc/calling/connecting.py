@@ -10,19 +10,15 @@ from torsh_distributed.comm.meeting.network_interface import listening_address
 from torsh_distributed.comm.transport.connection import Connection, open_socket
 from torsh_distributed.comm.transport.event_loop import EventLoop
 from torsh_distributed.comm.transport.frames import FrameLimits
-from torsh_distributed.comm.transport.lane import Lane
 from torsh_distributed.comm.transport.proof import prove, tls_beyond
 from torsh_distributed.comm.trust.job_secret import is_loopback_address
 from torsh_distributed.errors import CommunicationError, TorshError
 from torsh_distributed.rpc.directory import WorkerInfo
-from torsh_distributed.rpc.messages.decoding import open_message
 from torsh_distributed.rpc.messages.lane_pair import (
     HELLO,
     LANE_NAMES,
     PROTOCOL,
     LanePair,
-    payload_limits,
-    small_limits,
 )
 
 _CONNECT_S = 10.0
@@ -38,8 +34,7 @@ def open_lanes(callee: WorkerInfo, secret: bytes, caller: str, loop: EventLoop, 
             sock = open_socket(callee.address, _CONNECT_S)
             proved = prove(sock, secret, PROTOCOL, is_server=False, timeout_s=_CONNECT_S, tls=tls_beyond(sock))
             Connection(proved, _HELLO_LIMITS, _CONNECT_S).send([HELLO, key, name, caller])
-            limits = small_limits() if name == "small" else payload_limits(most_payload_bytes)
-            setattr(pair, name, Lane(proved, limits, open_message, loop, takes_files=name == "payload"))
+            pair.add(proved, name, loop)
     except OSError as error:
         pair.close()
         if isinstance(error, TorshError):

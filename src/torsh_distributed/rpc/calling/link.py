@@ -307,6 +307,10 @@ class Link:
         for pending in lost.values():
             pending.finish(None, self._gone(self.lost))
 
+    def drop_idle(self) -> None:
+        """Give memory back that large payloads went through some time ago."""
+        self._lanes.drop_idle()
+
     def close(self) -> None:
         """Calls under way fail."""
         self._fail(ConnectionResetError("this worker closed it"))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import mmap
 import os
-import stat
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -21,18 +18,19 @@ from torsh_distributed.comm.transport.frames import BadFrame
 from torsh_distributed.rpc.messages.encoding import (
     FILE_KIND,
     MOST_BUFFERS,
-    SEALS,
     TABLE_BYTES,
     TEXT_KIND,
     Ext,
     ValueRegistry,
-    aligned,
 )
+from torsh_distributed.rpc.messages.payload_files import ReceivedFiles, places_of
 
 _MOST_DIMS, _MOST_NESTING = 64, 64
 
 
-def open_message(files: deque[int], head: memoryview, num_payload: int) -> tuple[Opened, list[memoryview]]:
+def open_message(
+    received: ReceivedFiles, files: deque[int], head: memoryview, num_payload: int
+) -> tuple[Opened, list[memoryview]]:
     """Check a head and take memory for the buffers that it announces: the parts of the payload, in order."""
     if len(head) < TABLE_BYTES.size:
         raise BadFrame("a head without a table")
@@ -47,7 +45,7 @@ def open_message(files: deque[int], head: memoryview, num_payload: int) -> tuple
     rows = _checked_rows(head[TABLE_BYTES.size : body_start])
     body = bytes(head[body_start:])
     if rows and rows[0][0] == FILE_KIND:
-        return Opened(body, rows[1:], _map_file(rows[0][1], rows[1:], files)), []
+        return Opened(body, rows[1:], _file_buffers(received, rows[0][1], rows[1:], files)), []
     if sum(map(_row_bytes, rows)) != num_payload:
         raise BadFrame("a payload that is not as long as the tensors it has")
     views: list[memoryview] = []
@@ -85,50 +83,28 @@ def _row_bytes(row: Sequence[int]) -> int:
     return row[1] if row[0] < 0 else math.prod(row[2:]) * DTYPES[row[0]].itemsize
 
 
-def _map_file(num_bytes: int, rows: Sequence[Sequence[int]], files: deque[int]) -> list[Any]:
-    """The buffers in a memory file that arrived with the head, mapped: nothing is copied."""
+def _file_buffers(
+    received: ReceivedFiles, num_bytes: int, rows: Sequence[Sequence[int]], files: deque[int]
+) -> list[Any]:
+    """The buffers in a memory file that arrived with the head: nothing is copied, but texts."""
     if not files:
         raise BadFrame("a head that speaks of a file that did not come")
     file = files.popleft()
-    try:
-        status = os.fstat(file)
-        places = _places(rows)
-        if not sum(map(_row_bytes, rows)) == num_bytes > 0 or places[-1] != status.st_size:
-            raise BadFrame("a memory file that is not as long as the tensors it has")
-        if not stat.S_ISREG(status.st_mode) or _seals_of(file) & SEALS != SEALS:
-            raise BadFrame("a file that can still be changed")
-        # Private: the receiver may write to its tensors, and pages are copied only then.
-        mapped = mmap.mmap(file, places[-1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:
-        raise BadFrame(f"a memory file that cannot be mapped: {error}") from error
-    finally:
+    sizes = list(map(_row_bytes, rows))
+    places = places_of(sizes)
+    if not sum(sizes) == num_bytes > 0:
         os.close(file)
+        raise BadFrame("a memory file with other tensors than its head has")
+    memory = received.open(file, places[-1])
     buffers: list[Any] = []
-    for row, start in zip(rows, places, strict=False):
-        num_row = _row_bytes(row)
+    for row, start, num_row in zip(rows, places, sizes, strict=False):
+        part = memory[start : start + num_row]
         if row[0] < 0:
-            buffers.append(mapped[start : start + num_row])
-        elif not num_row:
-            buffers.append(torch.empty(0, dtype=torch.uint8))
+            buffers.append(part.tobytes())
         else:
-            buffers.append(torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=num_row))
+            # A view keeps the array, and so the file, whatever becomes of the other tensors.
+            buffers.append(torch.from_numpy(part) if num_row else torch.empty(0, dtype=torch.uint8))
     return buffers
-
-
-def _places(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Where each buffer begins in a memory file, and where the last one ends."""
-    places, end = [], 0
-    for row in rows:
-        places.append(aligned(end))
-        end = places[-1] + _row_bytes(row)
-    return [*places, end]
-
-
-def _seals_of(file: int) -> int:
-    try:
-        return fcntl.fcntl(file, fcntl.F_GET_SEALS)
-    except OSError:
-        return 0
 
 
 class Opened:

@@ -5,15 +5,13 @@
     head = bytes of the table (2) | table of buffers | message (MessagePack)
 
 Tensors and long texts are buffers: the table has their kind and shape, the message their index, and their bytes are
-the payload of the frame, or a sealed memory file on one node. So a receiver allocates what was announced, after it has
+the payload of the frame, or in a memory file on one node. So a receiver allocates what was announced, after it has
 checked that the sizes fit, and receives into it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -28,14 +26,12 @@ from torsh_distributed.errors import SerializationError, TorshError
 
 TABLE_BYTES = struct.Struct("!H")
 MOST_BUFFERS = 4096
-_ALIGNMENT = 64
 _LONG_BYTES = 1 << 15
 """Texts from this size on are buffers where the head would be too long."""
 HEAD_BYTES = 1 << 20
 """The longest head: a list of small values takes up to 64 times as much memory once it is read."""
 BYTES_KIND, TEXT_KIND, FILE_KIND = -1, -2, -3
 """In place of a dtype's tag."""
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_TABLE = TABLE_BYTES.pack(0)
 
 
@@ -275,31 +271,3 @@ def _bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().data
-
-
-def sealed_file(parts: Sequence[memoryview]) -> int:
-    """A memory file with these bytes that nobody can change any more; the caller closes it."""
-    file = os.memfd_create("torsh-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        place = 0
-        for part in parts:
-            place = aligned(place)
-            _write(file, part, place)
-            place += len(part)
-        os.ftruncate(file, place)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def _write(file: int, data: memoryview, place: int) -> None:
-    while data:
-        num_bytes = os.pwrite(file, data, place)
-        data, place = data[num_bytes:], place + num_bytes
-
-
-def aligned(place: int) -> int:
-    """Where a tensor in a memory file may begin."""
-    return -(-place // _ALIGNMENT) * _ALIGNMENT

@@ -14,11 +14,16 @@ their size.
 from __future__ import annotations
 
 import os
+from functools import partial
 
+from torsh_distributed.comm.transport.event_loop import EventLoop
 from torsh_distributed.comm.transport.frames import FrameLimits
 from torsh_distributed.comm.transport.lane import Lane
+from torsh_distributed.comm.transport.proof import ProvedSocket
 from torsh_distributed.errors import SerializationError
-from torsh_distributed.rpc.messages.encoding import HEAD_BYTES, Encoded, sealed_file
+from torsh_distributed.rpc.messages.decoding import open_message
+from torsh_distributed.rpc.messages.encoding import HEAD_BYTES, Encoded
+from torsh_distributed.rpc.messages.payload_files import PayloadFiles, ReceivedFiles
 
 PROTOCOL = b"TORSHRC1"
 LANE_NAMES = ("small", "payload")
@@ -49,6 +54,16 @@ class LanePair:
         self.small: Lane | None = None
         self.payload: Lane | None = None
         self._most_payload_bytes = most_payload_bytes
+        self._sent_files = PayloadFiles()
+        self._received_files = ReceivedFiles()
+
+    def add(self, proved: ProvedSocket, name: str, loop: EventLoop) -> Lane:
+        """Make the lane of that name of a connection; `loop` is where it reads."""
+        limits = small_limits() if name == "small" else payload_limits(self._most_payload_bytes)
+        opening = partial(open_message, self._received_files)
+        lane = Lane(proved, limits, opening, loop, takes_files=name == "payload")
+        setattr(self, name, lane)
+        return lane
 
     def lanes(self) -> list[Lane]:
         """Those that are there."""
@@ -76,7 +91,7 @@ class LanePair:
                 num_bytes=num_bytes,
                 most_payload_bytes=self._most_payload_bytes,
             )
-        file = _file_of(encoded) if payload.takes_files and num_bytes >= _FILE_BYTES else None
+        file = self._file_of(encoded) if payload.takes_files and num_bytes >= _FILE_BYTES else None
         if file is None:
             payload.send(encoded.head(), encoded.parts, deadline_s=deadline_s)
             return
@@ -90,9 +105,13 @@ class LanePair:
         for lane in self.lanes():
             lane.close()
 
+    def drop_idle(self) -> None:
+        """Give memory back that large payloads went through some time ago."""
+        self._sent_files.drop_idle()
+        self._received_files.drop_idle()
 
-def _file_of(encoded: Encoded) -> int | None:
-    try:
-        return sealed_file(encoded.parts)
-    except OSError:  # no room for a second copy: a socket needs none
-        return None
+    def _file_of(self, encoded: Encoded) -> int | None:
+        try:
+            return self._sent_files.send(encoded.parts)
+        except OSError:  # no room for a second copy: a socket needs none
+            return None

@@ -23,7 +23,7 @@ from torsh_distributed.comm.transport.listener import Listener
 from torsh_distributed.comm.transport.proof import ProvedSocket
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S
 from torsh_distributed.errors import SerializationError, TorshError
-from torsh_distributed.rpc.messages.decoding import Opened, UnknownPart, open_message
+from torsh_distributed.rpc.messages.decoding import Opened, UnknownPart
 from torsh_distributed.rpc.messages.encoding import ValueRegistry, encode
 from torsh_distributed.rpc.messages.lane_pair import (
     CALL,
@@ -38,8 +38,6 @@ from torsh_distributed.rpc.messages.lane_pair import (
     STREAM,
     STREAM_WINDOW,
     LanePair,
-    payload_limits,
-    small_limits,
 )
 from torsh_distributed.rpc.messages.remote_errors import describe_error
 from torsh_distributed.rpc.serving.exposed import TABLE, Exposed
@@ -77,12 +75,11 @@ class ServedLink:
         self._calls: dict[int, ServedCall] = {}
         self._is_paused = False
 
-    def add(self, lane: Lane, name: str) -> bool:
+    def add(self, proved: ProvedSocket, name: str, loop: EventLoop) -> bool:
         """One of the two lanes is here; whether both are. Nothing is read before: an answer may need the other one."""
         if getattr(self.pair, name) is not None:
             raise BadFrame(f"a second lane of {name} messages")
-        setattr(self.pair, name, lane)
-        lane.on_drained = self._resume
+        self.pair.add(proved, name, loop).on_drained = self._resume
         return len(self.pair.lanes()) == 2
 
     def begin_reading(self) -> None:
@@ -296,20 +293,17 @@ class CallServer:
         try:
             hello, _ = Connection(proved, _HELLO_LIMITS, PROOF_TIMEOUT_S).receive()
             key, name, caller = _checked_hello(hello)
-            limits = small_limits() if name == "small" else payload_limits(self._most_payload_bytes)
-            lane = Lane(proved, limits, open_message, self._loops[name], takes_files=name == "payload")
+            with self._lock:
+                if self._is_closed:
+                    raise ConnectionResetError("no more calls are taken")
+                link = self._links.get(key)
+                if link is None:
+                    link = self._links[key] = ServedLink(self, key, caller, self._most_payload_bytes)
+                    self._loops["small"].call_at(time.monotonic() + PROOF_TIMEOUT_S, lambda: self._drop_half(link))
+                is_complete = link.add(proved, name, self._loops[name])
         except BaseException:
             proved.sock.close()
             raise
-        with self._lock:
-            if self._is_closed:
-                lane.close()
-                return
-            link = self._links.get(key)
-            if link is None:
-                link = self._links[key] = ServedLink(self, key, caller, self._most_payload_bytes)
-                self._loops["small"].call_at(time.monotonic() + PROOF_TIMEOUT_S, lambda: self._drop_half(link))
-            is_complete = link.add(lane, name)
         if is_complete:
             link.begin_reading()
 
@@ -323,6 +317,13 @@ class CallServer:
         with self._lock:
             self._links.pop(link.key, None)
         link.close()
+
+    def drop_idle(self) -> None:
+        """Give memory back that large payloads went through some time ago."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.pair.drop_idle()
 
     def close(self, timeout_s: float) -> None:
         """End all links and threads."""
