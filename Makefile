@@ -12,7 +12,7 @@ EXTRAS ?= dev
 comma := ,
 CONSTRAINTS := constraints/$(lastword $(subst $(comma), ,$(EXTRAS))).txt
 
-.PHONY: train test unit matrix lint docs bench benchcheck versions wheel constraints clean help
+.PHONY: train test unit matrix coverage lint docs bench benchcheck versions wheel constraints clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -51,6 +51,9 @@ unit: $(READY) ## the quick tests that start no ranks, jobs, servers or interpre
 
 matrix: $(READY) ## the long form of the tables of combinations, and what takes a server or a browser for long
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(PYTEST_ARGS)
+
+coverage: $(READY) ## the lines and branches of each package that its tests reach, against tests/coverage.json; FOLDERS="compress plan" measures some
+	$(BIN)/python tools/coverage_by_folder.py $(COVERAGE_ARGS) $(FOLDERS)
 
 lint: $(READY) ## ruff, mypy --strict, layer contracts
 	$(BIN)/ruff check .

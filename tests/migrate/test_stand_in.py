@@ -108,6 +108,12 @@ def test_deepspeed_is_there_with_its_metadata_and_refuses_by_name(tmp_path: Path
     assert output.endswith("gone\n")
 
 
+RUN_AS_HOROVOD = (
+    *(sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod"),
+    *("--start-method", "spawn"),  # the scripts do without torch: nothing has to import it for them
+)
+
+
 def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
@@ -118,7 +124,7 @@ def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> Non
     )
     plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert plain.stdout == "version real None None\n"
-    line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
+    line = [*RUN_AS_HOROVOD, str(script)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert f"version 0.28.1 1 {socket.gethostname()}" in done.stdout, done.stderr
     assert done.stderr.count("is hidden by torsh_distributed's") == 1
@@ -128,7 +134,7 @@ def test_a_folder_of_that_name_is_no_package_to_hide(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()  # as in a repository of examples
     script = tmp_path / "script.py"
     script.write_text("import horovod\nprint('version', horovod.__version__)\n")
-    line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
+    line = [*RUN_AS_HOROVOD, str(script)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert "version 0.28.1" in done.stdout, done.stderr
     assert "is hidden" not in done.stderr
