@@ -38,13 +38,13 @@ from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, pre
 from torsh_distributed.train.comparing.forward_changes import ForwardChanges
 from torsh_distributed.train.efficiency.predicted_step import emit_prediction
 from torsh_distributed.train.engine import Engine
-from torsh_distributed.train.gradient_hooks import GradientHooks
 from torsh_distributed.train.job_changes.automatic_plan import plan_of_job
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
 from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.loss_kind import check_coupled_samples
+from torsh_distributed.train.parameters.gradient_hooks import GradientHooks
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.deferred_logits import DeferredLogits, defer_logits, should_defer
 from torsh_distributed.train.speed.expert_stacks import cast_expert_stacks

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -51,17 +51,18 @@ from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
 from torsh_distributed.train.losses.step_weights import StepWeights
+from torsh_distributed.train.parameters.trained_params import TrainedParams
+from torsh_distributed.train.parameters.whole_weights import EditedPieces, whole_weights
 from torsh_distributed.train.precision import decides_on_device, make_precision, only_if_finite
 from torsh_distributed.train.speed.attention_kernel import attending_with
-from torsh_distributed.train.trained_params import TrainedParams
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
     from torsh_distributed.train.checkpointing import EngineCheckpoints
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
     from torsh_distributed.train.comparing.forward_changes import ForwardChanges
-    from torsh_distributed.train.gradient_hooks import GradientHooks
     from torsh_distributed.train.job_changes.auto_optimization import AutoOptimizationEngine
+    from torsh_distributed.train.parameters.gradient_hooks import GradientHooks
     from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ class Engine:
         self.gradient_hooks: GradientHooks | None = None
         """The user's hooks on parameters, where gradients are not whole when autograd has them."""
         self._trained = TrainedParams(strategy.unwrapped, optimizer, follows_freezing=strategy.follows_freezing)
+        splits = [f"mesh.{name}" for name in ("tp", "pp", "ep") if plan.mesh.degrees[name] > 1]
+        self._edited = EditedPieces(strategy.unwrapped.parameters() if splits else (), " and ".join(splits))
         self.settings: dict[str, Any] = {}
         """What this rank was started with, plain values: all ranks have the same, and those that join later."""
         self.feed = BatchFeed(self.ledger, self.device, lambda: self.strategy)
@@ -367,6 +370,8 @@ class Engine:
             self.strategy.compressor.adapt(loss)
         if is_done and (self.opened_checkpoints is not None or self.plan.checkpoint.enabled):
             self.checkpoints.after_step(loss)
+        if self._recovery is None:  # else earlier values may come back
+            self._edited.note()
         return loss
 
     def _tell(
@@ -438,6 +443,7 @@ class Engine:
         `model_only` leaves optimizer, step and generators as they are, for fine-tuning. Differences of names, shapes
         and dtypes raise, all at once; with `strict=False` what fits is loaded.
         """
+        self._edited.forget()
         return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
 
     def resume(self) -> CheckpointMetadata | None:
@@ -447,7 +453,24 @@ class Engine:
         """
         if self.elastic is not None and self.elastic.is_joining:
             return None
+        self._edited.forget()
         return self.checkpoints.resume()
+
+    def whole_weights(self, *patterns: str, change: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
+        """For a `with` block between two updates: parameters by name, whole on every rank, under any plan.
+
+        `patterns` choose some: `"blocks.*.weight"`. A shared parameter is there once, as in `named_parameters()`. What
+        the block writes is refused unless `change` is set; then every rank takes over what the first rank wrote. Every
+        rank enters and leaves the block.
+        """
+        if self.update is not None:
+            raise InvalidArgument(
+                "whole_weights() comes between two updates",
+                hint="call engine.apply() first, or engine.discard_update()",
+            )
+        self.settle()
+        self._edited.forget()
+        return whole_weights(self.strategy, patterns, change=change)
 
     @overload
     def evaluate(self, loader: Iterable[Batch]) -> float: ...
@@ -539,6 +562,7 @@ class Engine:
         A rank may load its own state or that of another rank. `rank_state` is used only by the rank that saved it, in
         a world of the same size; otherwise that part starts empty.
         """
+        self._edited.forget()
         self.strategy.load_whole_state(self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
         self.learning_rate.load_state_dict(state["learning_rate"], data_degree=self.strategy.data_degree)
@@ -585,6 +609,7 @@ class Engine:
     def _before_update(self) -> None:
         """Take the changes of the plan that are due; refuse what the strategy cannot follow."""
         self._trained.check()
+        self._edited.check()
         if self.changes is not None:
             self.changes.before_update(self)
         if self.auto_optimization is not None:

@@ -89,7 +89,7 @@ METHODS: dict[str, dict[str, tuple[str, str]]] = {
     "torch.distributed.fsdp.FullyShardedDataParallel": {
         "no_sync": ("", "the same under td.FullyShardedDataParallel"),
         "clip_grad_norm_": ("model.clip_grad_norm(max_norm)", "the same"),
-        "summon_full_params": ("model.full_state_dict()", "whole tensors on every rank"),
+        "summon_full_params": ("engine.whole_weights(change=True)", "whole parameters on every rank"),
     },
     "accelerate.Accelerator": dict.fromkeys(
         (

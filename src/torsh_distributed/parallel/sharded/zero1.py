@@ -70,6 +70,9 @@ class ShardedOptimizerState:
                 hint="compute the loss and call backward before step()",
             )
         for param, shard in self._shards.items():
+            if param.untyped_storage().data_ptr() != _local(shard).untyped_storage().data_ptr():
+                # The user wrote `param.data = …`: the rows are those of the new tensor.
+                shard._local_tensor = _own_rows(param, self._mesh)  # type: ignore[attr-defined]  # it is a DTensor
             shard.grad = None if param.grad is None else self._rows_of_grad(param, param.grad)
         self._exchange(optimizer, self._shards)
 

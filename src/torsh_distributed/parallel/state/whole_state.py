@@ -150,8 +150,14 @@ def iterate_model_state(model: nn.Module, parts: StateParts = _SHARDS) -> Iterat
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], parts: StateParts = _SHARDS) -> None:
     """Load this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
+    require_same_names(model.state_dict(), state)
+    load_some_state(model, state, parts)
+
+
+def load_some_state(model: nn.Module, state: Mapping[str, Any], parts: StateParts = _SHARDS) -> None:
+    """`load_model_state` of some of the model's names; the rest stays as it is."""
     held = model.state_dict()
-    own = require_same_names(held, state)
+    own = {plain_name(name): name for name in held}
     loaded: dict[str, Any] = {}
     for name, value in state.items():
         here = held[own[name]]
