@@ -1,8 +1,9 @@
 """Measures the lines and branches of each package that its own tests reach, and compares them with tests/coverage.json.
 
-`make coverage`, or some packages: `make coverage FOLDERS="compress plan"`. A package is measured by the tests that
-mirror it, so one can be measured by itself; ranks, workers and other interpreters count too. Processes that a test kills
-tell nothing. With `--turn HASH` the hash of a commit chooses one package; `--keep` writes what was found.
+`make coverage`, or some packages: `make coverage FOLDERS="compress plan"`. A package is measured by the tests
+that mirror it, so one can be measured by itself; ranks, workers and other interpreters count too.
+Processes that a test kills tell nothing. With `--turn HASH` the hash of a commit chooses one
+package; `--keep` writes what was found.
 """
 
 from __future__ import annotations

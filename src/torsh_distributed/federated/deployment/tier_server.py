@@ -78,8 +78,8 @@ def serve_tier(
 ) -> int:
     """Take part in the upstream's run with the devices of this tier; returns how many updates were sent.
 
-    `upstream`: None finds it on the local network. `token`: of the upstream, the first time. `deadline_s`: of each round
-    with the tier's devices; the upstream's has to be longer than `period` of them.
+    `upstream`: None finds it on the local network. `token`: of the upstream, the first time. `deadline_s`: of each
+    round with the tier's devices; the upstream's has to be longer than `period` of them.
     """
     if period < 1:
         raise InvalidArgument("a tier has at least one round with its devices for each above it", period=period)

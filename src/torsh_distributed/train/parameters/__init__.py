@@ -1,1 +1,1 @@
-"""What scripts do with parameters besides training them: hooks on gradients, freezing, looking at them and changing them."""
+"""What scripts do with parameters besides training them: hooks, freezing, looking at them, changing them."""

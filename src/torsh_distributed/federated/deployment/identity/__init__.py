@@ -1,1 +1,1 @@
-"""Who is who: keys and certificates (`device_identity`), the server's list (`enrolment`), a device's (`known_peers`)."""
+"""Keys and certificates (`device_identity`), a server's list (`enrolment`), a device's (`known_peers`)."""
