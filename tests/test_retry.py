@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.errors import InvalidArgument, IoError
+from torsh_distributed.errors import InvalidArgument, IoError, OperationTimeout
 from torsh_distributed.plan.sections.recovery import RetryConfig
-from torsh_distributed.retry import delay_s, retry
+from torsh_distributed.retry import delay_s, retry, with_timeout
 
 QUICK = RetryConfig(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)
 
@@ -86,3 +88,50 @@ def test_a_delay_stays_within_its_jitter_and_ceiling(
 
 def test_jitter_really_varies() -> None:
     assert len({delay_s(RetryConfig(), 1) for _ in range(20)}) > 1
+
+
+def test_a_coroutine_is_retried_too() -> None:
+    flaky = Flaky(2, IoError("busy"))
+
+    @retry(QUICK)
+    async def ask(word: str) -> str:
+        await asyncio.sleep(0)
+        return f"{word} {flaky()}"
+
+    assert asyncio.run(ask("now")) == "now done"
+    flaky.calls, flaky.failures = 0, 99
+    with pytest.raises(IoError, match="busy") as caught:
+        asyncio.run(ask("now"))
+    assert flaky.calls == 4
+    assert "gave up after 4 attempts" in caught.value.__notes__[0]
+
+
+def test_a_coroutine_that_does_not_end_is_cancelled_and_named() -> None:
+    ended = []
+
+    @with_timeout(0.02)
+    async def wait_for_nobody() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    with pytest.raises(OperationTimeout, match=r"wait_for_nobody did not end within 0\.02 s"):
+        asyncio.run(wait_for_nobody())
+    assert ended == ["cancelled"]
+
+
+def test_a_timeout_of_the_functions_own_stays_its_own() -> None:
+    @with_timeout(60)
+    async def gives_up() -> str:
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match=r"^mine$"):
+        asyncio.run(gives_up())
+
+
+def test_a_function_that_blocks_cannot_have_a_timeout_from_outside() -> None:
+    with pytest.raises(InvalidArgument, match="is for coroutine functions"):
+        with_timeout(1.0)(lambda: None)  # type: ignore[arg-type,return-value]  # what is refused
+    with pytest.raises(InvalidArgument, match="above 0 seconds"):
+        with_timeout(0.0)

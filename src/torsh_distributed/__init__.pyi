@@ -14,6 +14,7 @@ from torsh_distributed import plan as plan
 from torsh_distributed import rpc as rpc
 from torsh_distributed import train as train
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
+from torsh_distributed.comm import functional as functional
 from torsh_distributed.comm.collectives.moves import all_gather as all_gather
 from torsh_distributed.comm.collectives.moves import all_gather_single as all_gather_single
 from torsh_distributed.comm.collectives.moves import all_to_all as all_to_all

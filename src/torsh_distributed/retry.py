@@ -6,14 +6,16 @@ moved on.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import tenacity
 
-from torsh_distributed.errors import TorshError
+from torsh_distributed.errors import InvalidArgument, OperationTimeout, TorshError
 from torsh_distributed.plan.sections.recovery import RetryConfig
 
 P = ParamSpec("P")
@@ -43,7 +45,7 @@ def _note_attempts(state: tenacity.RetryCallState) -> Any:
 
 
 def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function to retry under `policy`.
+    """Decorate a function, or a coroutine function, to retry under `policy`.
 
     The last error is raised unchanged, with a note of how many attempts were made.
     """
@@ -58,10 +60,53 @@ def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Calla
     }
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def await_result(*args: P.args, **kwargs: P.kwargs) -> Any:
+                return await tenacity.AsyncRetrying(**options)(function, *args, **kwargs)
+
+            return cast(Callable[P, R], await_result)
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             # A tenacity controller keeps per-call state, so each call gets its own.
             return tenacity.Retrying(**options)(function, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def with_timeout(seconds: float) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+    """Decorate a coroutine function: a call that takes longer is cancelled and raises OperationTimeout, with its name.
+
+    Not for a function that blocks: nothing outside can end it, so every blocking call of this library has a timeout of
+    its own. Under `retry` each attempt gets the whole time.
+    """
+    if not seconds > 0:
+        raise InvalidArgument("a timeout is above 0 seconds", timeout_s=seconds)
+
+    def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+        if not inspect.iscoroutinefunction(function):
+            raise InvalidArgument(
+                f"with_timeout is for coroutine functions, and {function.__qualname__} blocks",
+                hint="give the call inside it a timeout, or make it a coroutine",
+            )
+
+        @functools.wraps(function)
+        async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    found: R = await function(*args, **kwargs)
+                    return found
+            except TimeoutError as error:
+                if not limit.expired() or isinstance(error, TorshError):
+                    raise  # of the function's own making
+                raise OperationTimeout(
+                    f"{function.__qualname__} did not end within {seconds:g} s", operation=function.__qualname__
+                ) from error
 
         return call
 

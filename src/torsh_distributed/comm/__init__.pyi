@@ -1,3 +1,4 @@
+from torsh_distributed.comm import functional as functional
 from torsh_distributed.comm.algorithms.base import Algorithm as Algorithm
 from torsh_distributed.comm.algorithms.hierarchical import Hierarchical as Hierarchical
 from torsh_distributed.comm.algorithms.pipelined import Pipelined as Pipelined

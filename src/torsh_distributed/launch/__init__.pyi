@@ -1,4 +1,5 @@
 from torsh_distributed.launch.job import launch_job as launch_job
+from torsh_distributed.launch.spec import ElasticSpec as ElasticSpec
 from torsh_distributed.launch.spec import Entry as Entry
 from torsh_distributed.launch.spec import JobSpec as JobSpec
 from torsh_distributed.launch.worker.environment import Environment as Environment

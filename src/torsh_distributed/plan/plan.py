@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
@@ -75,9 +76,12 @@ class Plan(PlanSections):
         return cls._from_values(values_from_document(values, cls, source="argument"), where="plan")
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """The plan in the environment: the file in TORSH_PLAN, overridden by TORSH_PLAN__SECTION__KEY."""
-        return cls.compose(environ=environ)
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """The plan in the environment: the file in TORSH_PLAN, overridden by TORSH_PLAN__SECTION__KEY.
+
+        Left out, `environ` is this process's environment.
+        """
+        return cls.compose(environ=os.environ if environ is None else environ)
 
     @classmethod
     def compose(

@@ -46,6 +46,11 @@ def test_the_environment_names_a_file_and_changes_its_keys(file: Path) -> None:
     assert Plan.from_env({"TORSH_PLAN": ""}) == Plan()
 
 
+def test_the_environment_is_this_processs_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORSH_PLAN__TRAINING__STEPS", "7")
+    assert Plan.from_env().training.steps == 7
+
+
 def test_a_file_given_by_name_beats_the_one_of_the_environment(file: Path) -> None:
     assert Plan.compose(file, environ={"TORSH_PLAN": "absent.toml"}).mesh.dp == 2
 
