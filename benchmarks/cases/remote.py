@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,7 +114,9 @@ def _compared(budget: Budget) -> Iterator[Row]:
     def theirs() -> object:
         return torch_rpc.rpc_sync(_CALLEE, echo, args=(small,))
 
-    yield row("echo of 4 bytes", lambda: rpc.call(_CALLEE, echo, (small,)), theirs)
+    with _grpc_echo() as grpc_echo:
+        rivals = {"torch": theirs, **({} if grpc_echo is None else {"gRPC": lambda: grpc_echo(small)})}
+        yield compare("echo of 4 bytes", lambda: rpc.call(_CALLEE, echo, (small,)), rivals, budget=budget)
     yield row("echo of 4 bytes, on a thread", lambda: rpc.call(_CALLEE, echo_on_a_thread, (small,)), theirs)
     rpc.call(_CALLEE, compute, (True,))
     yield row("echo of 4 bytes while the callee computes", lambda: rpc.call(_CALLEE, echo, (small,)), theirs)
@@ -139,11 +144,69 @@ def _compared(budget: Budget) -> Iterator[Row]:
         amount=_PAYLOAD_BYTES,
         unit=Unit.BYTES_PER_SECOND,
     )
+    link = current_worker()._connect(_CALLEE)
+    payloads = link._lanes.payload
+    assert payloads is not None, "both lanes are there"
+    payloads.takes_files = False
+
+    def by_socket() -> None:
+        pending = PendingCall("size_of", time.monotonic() + 60.0)
+        link.begin(CALL, TABLE.name_of(size_of), [payload], {}, pending)
+        link.wait(pending)
+
+    yield compare(
+        "64 MB, sent and read, by a socket",
+        by_socket,
+        {"memcpy": lambda: copy.copy_(payload)},
+        budget=budget,
+        amount=_PAYLOAD_BYTES,
+        unit=Unit.BYTES_PER_SECOND,
+    )
+    link.close()
+
+
+@contextlib.contextmanager
+def _grpc_echo() -> Iterator[Callable[[bytes], bytes] | None]:
+    """A call of a gRPC server in the callee: bytes, without a schema; None where gRPC is not installed."""
+    try:
+        import grpc
+    except ModuleNotFoundError:
+        yield None
+        return
+    with grpc.insecure_channel(f"127.0.0.1:{rpc.call(_CALLEE, serve_grpc)}") as channel:
+        yield channel.unary_unary("/bench/echo")
+
+
+@rpc.expose
+def serve_grpc() -> int:
+    """Start a server of gRPC in this process; returns its port."""
+    import grpc
+
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"echo": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    _grpc_servers.append(server)
+    return int(port)
+
+
+_grpc_servers: list[Any] = []
+"""They end when they are collected."""
 
 
 def _windows(budget: Budget) -> Iterator[Row]:
     rpc.call(_CALLEE, allocate)
     numbers = rpc.open_window(_CALLEE, "numbers")
+    owner = rpc.worker_info(_CALLEE).pid
+    os.kill(owner, signal.SIGSTOP)
+    try:
+        yield from _operations(numbers, budget)
+    finally:
+        os.kill(owner, signal.SIGCONT)
+
+
+def _operations(numbers: Any, budget: Budget) -> Iterator[Row]:
     values, copy = torch.ones(_WINDOW_BYTES // 8, dtype=torch.int64), torch.empty(_WINDOW_BYTES // 8, dtype=torch.int64)
     for name, ours in (
         ("window: put of 1 MB", lambda: numbers.put(values)),
@@ -194,6 +257,7 @@ def _many_connections(budget: Budget) -> Iterator[Row | Note]:
 
 
 def _join(name: str, rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own calls
         torch_rpc.init_rpc(
@@ -235,10 +299,13 @@ def _serve(folder: str) -> None:
 
 CASE = Case(
     title="Remote calls: one caller, one callee",
-    about="""Two processes on one node, measured in turns. An echo is one call at a time, of a function that runs where
-    the call is read (`inline=True`), or on a thread as torch's do; "computes" is a thread of the callee that multiplies
-    matrices. Pipelined calls are sent 200 at a time before the first result is taken. 64 MB are sent, and read by the
-    callee; ours go through a memory file that is used again; memcpy is one copy within a process. Windows are memory of
-    the callee, which takes no part. The rival is torch's RPC (TensorPipe), with its defaults.""",
+    about="""Two processes on one node, measured in turns. An echo is one call at a time, of a function that
+    runs where the call is read (`inline=True`), or on a thread as torch's do; "computes" is a thread of the
+    callee that multiplies matrices. Each process has one thread for its tensors, as under `torsh run`, and
+    memcpy is one thread's. Pipelined calls are sent 200 at a time before the first result is taken. 64 MB are
+    sent, and read by the callee; ours go through a memory file that is used again; memcpy is one copy within a
+    process. Windows are memory of the callee, which is stopped by SIGSTOP meanwhile. The rivals are torch's RPC
+    (TensorPipe), with its defaults, and gRPC (bytes, no schema). Ray's actors and MPI are not measured: each
+    starts processes of its own, so they would not share the callee.""",
     rows=_rows,
 )
