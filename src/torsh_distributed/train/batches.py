@@ -183,7 +183,10 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         if indexed is not None:
             planned = [list(indices) for indices in indexed]
             if order.is_exactly_once:
-                is_ours = isinstance(loader.sampler, SequentialSampler | RandomSampler)
+                # Beside a sampler of batches, which is the user's, torch puts a sequential one that is not asked.
+                is_ours = loader.batch_size is not None and isinstance(
+                    loader.sampler, SequentialSampler | RandomSampler
+                )
                 again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
                 require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
             rest = _not_done(indexed, planned, order)

@@ -71,6 +71,13 @@ def test_a_later_batch_of_other_bounds_undoes_what_it_overlaps_on_either_side() 
     assert sorted(before.times) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_batch_between_two_later_ones_is_undone_by_the_one_before() -> None:
+    found = audited(
+        report((0, 1, 2, 3), at=3, start=0), report((8, 9, 10, 11), at=2, start=8), report((2, 3, 4, 5), at=1, start=2)
+    )
+    assert sorted(found.times) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
 def test_neighbours_undo_nothing_whichever_was_done_first() -> None:
     for first, second in permutations((0, 4)):
         found = audited(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.batches import DataOrder, RankBatch, sharded
-from torsh_distributed.train.ledger.data_position import SeededSamples, positioned
+from torsh_distributed.train.ledger.data_position import (
+    END_OF_DATA,
+    SeededSamples,
+    begin_epoch,
+    positioned,
+    with_positions,
+)
 
 
 class Numbers(Dataset[Tensor]):
@@ -53,6 +60,14 @@ class Counting(IterableDataset[Tensor]):
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(10))
+
+
+class UnrepeatableBatches(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(10).view(5, 2).tolist())
+
+    def __len__(self) -> int:
+        return 5
 
 
 class Unrepeatable(Sampler[int]):
@@ -109,26 +124,87 @@ def test_lists_and_shuffled_data_are_accepted() -> None:
     assert [piece.ids for piece in whole] == [piece.batch.tolist() for piece in whole]
 
 
+STREAM_HINT = "give it state_dict() and load_state_dict(), or set training.exactly_once = false"
+WORKERS_HINT = "read it with num_workers=0: copies in workers cannot say where they are"
+ORDER_HINT = "shuffle with DataLoader(shuffle=True), or make its order a function of set_epoch() alone"
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "message", "hint"),
     [
-        (lambda: DataLoader(Endless()), "DataLoader over Endless cannot say where it is"),
-        (lambda: DataLoader(Counting(), num_workers=1), "DataLoader over Counting cannot say where it is"),
-        (lambda: iter([torch.ones(1)]), "list_iterator cannot say where it is"),
-        (lambda: DataLoader(Numbers(), sampler=Unrepeatable()), "Unrepeatable gives another order each time"),
+        (lambda: DataLoader(Endless()), "DataLoader over Endless cannot say where it is", STREAM_HINT),
+        (
+            lambda: DataLoader(Counting(), num_workers=1),
+            "DataLoader over Counting cannot say where it is",
+            WORKERS_HINT,
+        ),
+        (lambda: iter([torch.ones(1)]), "list_iterator cannot say where it is", STREAM_HINT),
+        (
+            lambda: DataLoader(Numbers(), sampler=Unrepeatable()),
+            "Unrepeatable gives another order each time",
+            ORDER_HINT,
+        ),
+        (
+            lambda: DataLoader(Numbers(), batch_sampler=UnrepeatableBatches()),
+            "UnrepeatableBatches gives another order each time",
+            ORDER_HINT,
+        ),
         (
             lambda: DataLoader(Numbers(), sampler=RandomSampler(Numbers(), replacement=True, num_samples=40)),
             "RandomSampler gives a sample more than once",
+            ORDER_HINT,
         ),
         (
             lambda: DataLoader(Numbers(), sampler=WeightedRandomSampler([1.0] * 10, 40)),
             "WeightedRandomSampler gives another order each time",
+            ORDER_HINT,
         ),
     ],
 )
-def test_what_could_lose_or_repeat_samples_is_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        read(make())
+def test_what_could_lose_or_repeat_samples_is_refused_by_name(make: Any, message: str, hint: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        read(make(), epoch=2)
+    assert caught.value.hint == hint
+    name = message.partition(" cannot")[0].partition(" gives")[0]
+    is_stream = "cannot say" in message
+    assert caught.value.context == ({"loader": name} if is_stream else {"sampler": name, "epoch": 2})
+
+
+def test_a_position_is_not_changed_by_a_stream_that_goes_on() -> None:
+    class Nested:
+        def __init__(self) -> None:
+            self.done: list[int] = []
+
+        def state_dict(self) -> dict[str, list[int]]:
+            return {"done": self.done}
+
+        def load_state_dict(self, state: dict[str, list[int]]) -> None:
+            self.done = state["done"]
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(3):
+                self.done.append(number)
+                yield number
+
+    stream = Nested()
+    assert list(with_positions(stream, stream)) == [(0, {"done": [0]}), (1, {"done": [0, 1]}), (2, END_OF_DATA)]
+
+
+def test_a_loader_of_the_users_is_told_the_epoch_and_so_are_its_parts() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Told:
+        def set_epoch(self, epoch: int) -> None:
+            told.append((type(self).__name__, epoch))
+
+    class Data(Told, Numbers):
+        pass
+
+    class Loader(Told, DataLoader[Tensor]):
+        pass
+
+    begin_epoch(Loader(Data(), batch_size=2), 7)
+    assert told == [("Loader", 7), ("Data", 7)]
 
 
 class Noisy(Dataset[Tensor]):
@@ -148,6 +224,18 @@ def test_a_sample_depends_on_seed_epoch_and_itself() -> None:
     assert torch.equal(data[5], first)
     assert not torch.equal(SeededSamples(Noisy(), seed=1, epoch=3)[5], first)
     assert data.name == "of the user"
+
+
+def test_seeds_are_not_passed_over_by_what_else_the_dataset_can_do() -> None:
+    """torch reads whole batches from a dataset that has `__getitems__`; copies ask for `__setstate__`."""
+
+    class Whole(Noisy):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            raise AssertionError("it would not be seeded")
+
+    data = SeededSamples(Whole(), seed=1, epoch=2)
+    (rows,) = DataLoader(copy.deepcopy(data), batch_size=8, sampler=range(8))
+    assert torch.equal(rows, torch.stack([data[index] for index in range(8)]))
 
 
 @pytest.mark.ranks
