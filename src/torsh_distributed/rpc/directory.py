@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.transport.connection import Address, open_socket
-from torsh_distributed.comm.trust.job_secret import job_secret
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.comm.trust.job_secret import job_secret, sign
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 
 _CONNECT_S = 5.0
 _LOG_KEY = "names"
+_OF_A_JOB, _PURPOSE = "of a job: ", "rpc directory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +53,20 @@ class WorkerDirectory:
     def secret(self) -> bytes:
         """What members of the job prove to each other: the job's secret, or one that the first worker puts here.
 
-        Without a launcher that gives one, whoever reaches the store is a member, as for everything else in it.
+        Without a launcher that gives one, whoever reaches the store is a member, as for everything else in it. A job's
+        secret is not put here, only what tells two of them apart: workers of another job are refused in words.
         """
-        found = job_secret()
-        if found is not None:
-            return found
-        return bytes(self._store.compare_set("secret", "", secrets.token_hex(32)))
+        own = job_secret()
+        offered = secrets.token_hex(32) if own is None else _OF_A_JOB + sign(own, _PURPOSE, b"")
+        found = self._store.compare_set("secret", "", offered).decode()
+        if found != offered and (own is not None or found.startswith(_OF_A_JOB)):
+            raise ConfigurationError(
+                "the workers of this store have another secret than this process",
+                hint="start both with the same TORSH_JOB_TOKEN: `torsh run`, and what runs outside of its job",
+                here="a job's secret" if own is not None else "none",
+                there="another job's secret" if found.startswith(_OF_A_JOB) else "none",
+            )
+        return found.encode() if own is None else own
 
     def add(self, name: str, unix_name: str, tcp_address: tuple[str, int] | None, rank: int | None) -> WorkerInfo:
         """Write this process down. InvalidArgument if another one that lives has the name."""

@@ -12,7 +12,6 @@ import itertools
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from torsh_distributed.comm.transport.event_loop import EventLoop
 from torsh_distributed.comm.transport.frame_reader import FrameReader
 from torsh_distributed.comm.transport.frames import BadFrame, Buffer, FrameLimits, Frames
 from torsh_distributed.comm.transport.proof import ProvedSocket
+from torsh_distributed.comm.trust.job_secret import peer_uid
 
 if TYPE_CHECKING:
     import ssl
@@ -35,8 +35,6 @@ _MOST_FILES = 16
 """Descriptors that arrived before the heads that speak of them; more are nobody's."""
 _FILE_SPACE = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
 _WOULD_BLOCK = (BlockingIOError, InterruptedError)
-_PEER = struct.Struct("3i")
-"""Process, user and group of the other end of a Unix socket."""
 
 
 class Lane:
@@ -57,7 +55,7 @@ class Lane:
         """
         sock = proved.sock
         sock.setblocking(False)
-        self.takes_files = takes_files and _is_same_user(sock)
+        self.takes_files = takes_files and peer_uid(sock) == os.geteuid()
         """Whether descriptors can be handed over."""
         self._raw = sock
         self._sock: socket.socket | _EncryptedSocket = sock
@@ -266,14 +264,6 @@ class Lane:
             self._raw.close()
         for file in files:
             os.close(file)
-
-
-def _is_same_user(sock: socket.socket) -> bool:
-    """Whether the other end is a process of this user on this node, as the kernel says."""
-    if sock.family != socket.AF_UNIX:
-        return False
-    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(uid == os.geteuid())
 
 
 class _EncryptedSocket:

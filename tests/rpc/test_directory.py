@@ -1,0 +1,47 @@
+"""Whose secret the workers of a store have: that of their job, or one that the first of them puts there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from torsh_distributed.comm.store import open_store
+from torsh_distributed.comm.trust.job_secret import TOKEN_VARIABLE
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.rpc.directory import WorkerDirectory
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    with open_store("memory://") as found:
+        yield found
+
+
+def secret(store: dist.Store, token: str | None, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    with monkeypatch.context() as patch:
+        if token is None:
+            patch.delenv(TOKEN_VARIABLE, raising=False)
+        else:
+            patch.setenv(TOKEN_VARIABLE, token)
+        return WorkerDirectory(store).secret()
+
+
+def test_workers_without_a_job_share_a_secret_of_the_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({secret(store, None, monkeypatch) for _ in range(3)}) == 1
+
+
+def test_a_jobs_secret_is_used_and_not_put_into_the_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        assert secret(store, "the token", monkeypatch) == b"the token"
+    assert b"token" not in dist.PrefixStore("rpc", store).get("secret")
+
+
+@pytest.mark.parametrize(("first", "second"), [(None, "one"), ("one", None), ("one", "other")])
+def test_a_worker_with_another_secret_is_refused_in_words(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, first: str | None, second: str | None
+) -> None:
+    secret(store, first, monkeypatch)
+    with pytest.raises(ConfigurationError, match="same TORSH_JOB_TOKEN"):
+        secret(store, second, monkeypatch)
