@@ -430,6 +430,7 @@ def test_a_plan_scales_a_job_down_that_waits_for_data(tmp_path: Path) -> None:
     assert list(outcome.weights()) == [0]
 
 
+@pytest.mark.matrix  # as worlds are, in tests/train/test_assemble.py
 def test_ranks_with_other_data_are_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "other-1.json").write_text('{"samples": 200}')
     outcome = run_job(tmp_path, "--max-restarts", "0", num_workers=2)

@@ -29,7 +29,9 @@ for _ in range(5):
 """
 
 
-def test_first_workers_have_torch_and_their_own_places_and_exit_codes(world: World, tmp_path: Path) -> None:
+def test_first_workers_have_torch_their_own_places_and_exit_codes_and_are_recorded(
+    world: World, tmp_path: Path
+) -> None:
     script = write_script(
         tmp_path,
         """
@@ -37,13 +39,22 @@ def test_first_workers_have_torch_and_their_own_places_and_exit_codes(world: Wor
         assert str(launcher) == open(os.path.join(folder, "launcher-0")).read(), "not the launcher's child"
         leave(f"here-{rank}")
         wait_for("here-0", "here-1")
-        sys.exit(3 * rank)
         """,
+        PLAIN_LOOP,
+        "sys.exit(3 * rank)\n",
     )
-    (outcome,) = launch(world, script, forks_workers=True)
+    (outcome,) = launch(world, script, forks_workers=True, env={"TORSH_EVENTS_DIR": str(tmp_path / "events")})
     assert "[rank 0] True True 0" in outcome.output
     assert "[rank 1] True True 1" in outcome.output
     assert outcome.value == 3, outcome.output
+    check_recorded(tmp_path / "events")
+
+
+def check_recorded(folder: Path) -> None:
+    """The steps of a script that says nothing about them itself."""
+    for rank in range(2):
+        (recorded,) = folder.glob(f"*rank*{rank}*.jsonl")
+        assert recorded.read_text().count('"type": "step"') == 5, recorded.read_text()
 
 
 def test_a_job_that_is_interrupted_while_torch_is_imported_ends_quietly(tmp_path: Path) -> None:
@@ -71,16 +82,13 @@ def wait_for_spare(launcher: int) -> None:
     raise AssertionError("the launcher starts no spare")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_knows_only_torch_is_recorded(tmp_path: Path, method: str) -> None:
+def test_a_script_that_knows_only_torch_is_recorded_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(PLAIN_LOOP)
     subprocess.run(
-        [*TORSH, "run", "--nproc-per-node", "2", "--start-method", method, str(script)],
+        [*TORSH, "run", "--nproc-per-node", "2", "--start-method", "spawn", str(script)],
         env={**os.environ, "TORSH_EVENTS_DIR": str(tmp_path / "events")},
         check=True,
         timeout=100,
     )
-    for rank in range(2):
-        (recorded,) = (tmp_path / "events").glob(f"*rank*{rank}*.jsonl")
-        assert recorded.read_text().count('"type": "step"') == 5, recorded.read_text()
+    check_recorded(tmp_path / "events")
