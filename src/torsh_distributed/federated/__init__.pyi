@@ -10,6 +10,7 @@ from torsh_distributed.federated.client_selection import RandomSelection as Rand
 from torsh_distributed.federated.client_selection import RoundRobinSelection as RoundRobinSelection
 from torsh_distributed.federated.deployment.device_client import DeviceClient as DeviceClient
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings as HeartbeatSettings
+from torsh_distributed.federated.deployment.device_links import LinkAdaptation as LinkAdaptation
 from torsh_distributed.federated.deployment.round_server import RoundServer as RoundServer
 from torsh_distributed.federated.deployment.serve import serve_devices as serve_devices
 from torsh_distributed.federated.deployment.tier_server import serve_tier as serve_tier

@@ -31,6 +31,8 @@ class ClientFacts:
     steps_per_s: float | None = None
     bytes_per_s: float | None = None
     """Of its uploads."""
+    turn_s: float | None = None
+    """From the order to its answer, the last time."""
     num_chosen: int = 0
     num_delivered: int = 0
     last_round: int = -1

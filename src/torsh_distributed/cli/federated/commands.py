@@ -125,6 +125,12 @@ def serve_command(
     deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
     heartbeat_s: Annotated[float, typer.Option(help="Devices say that they are there as often as this.")] = 10.0,
     expire_s: Annotated[float, typer.Option(help="A device that was silent for so long is given up.")] = 60.0,
+    adapt_links: Annotated[
+        bool,
+        typer.Option(
+            "--adapt-links", help="Slow links get a codec, rounds a measured deadline, metered links no work."
+        ),
+    ] = False,
     upstream: Annotated[
         str | None, typer.Option(help="HOST:PORT of a server of the tier above, of which this one is a device.")
     ] = None,
@@ -148,6 +154,7 @@ def serve_command(
     from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.async_buffer import AsyncBuffer
     from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
+    from torsh_distributed.federated.deployment.device_links import LinkAdaptation
     from torsh_distributed.federated.deployment.serve import serve_devices
     from torsh_distributed.federated.deployment.tier_server import serve_tier
     from torsh_distributed.federated.federated_task import load_task
@@ -180,6 +187,7 @@ def serve_command(
         "num_tokens": tokens,
         "deadline_s": deadline_s,
         "heartbeat": HeartbeatSettings(beat_s=heartbeat_s, expire_s=expire_s),
+        "links": LinkAdaptation() if adapt_links else None,
         "say": typer.echo,
         "on_round": _print_round,
     }
@@ -204,6 +212,10 @@ def join_command(
     ] = False,
     token: Annotated[str | None, typer.Option(help="To enrol, the first time.")] = None,
     give_up_s: Annotated[float, typer.Option(min=0, help="How long the server may be away.")] = 60.0,
+    metered: Annotated[
+        bool | None,
+        typer.Option("--metered/--no-metered", help="Whether the link is; NetworkManager says it by default."),
+    ] = None,
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="Send masked updates only; for a server that has this, too.")
     ] = False,
@@ -214,6 +226,7 @@ def join_command(
     """Take part as a device, with the data that it has."""
     from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.deployment.device_client import DeviceClient
+    from torsh_distributed.federated.deployment.device_links import network_is_metered
     from torsh_distributed.federated.deployment.identity.known_peers import read_peers
     from torsh_distributed.federated.federated_config import config_of
     from torsh_distributed.federated.federated_task import load_task
@@ -235,6 +248,7 @@ def join_command(
         give_up_s=give_up_s,
         secure_aggregation=secure,
         peers=None if peers is None else read_peers(peers),
+        is_metered=network_is_metered if metered is None else lambda: bool(metered),
     )
     typer.echo(f"the run is over; this device sent {client.run()} updates")
 

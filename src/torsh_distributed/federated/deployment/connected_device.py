@@ -14,11 +14,16 @@ from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartb
 class ConnectedDevice:
     """One thread sends and receives: TLS does not promise more."""
 
-    def __init__(self, name: str, public: bytes, connection: Connection, settings: HeartbeatSettings) -> None:
+    def __init__(
+        self, name: str, public: bytes, connection: Connection, settings: HeartbeatSettings, *, is_metered: bool
+    ) -> None:
         self.name = name
         self.public = public
         self.connection = connection
         self.heartbeat = DeviceHeartbeat(connection, settings)
+        self.is_metered = is_metered
+        self.asked_s = 0.0
+        """When it got its work."""
         self.nonce = b""
         """Of the work it has; empty: none."""
         self._outbox: deque[tuple[list[Any], bytes]] = deque()

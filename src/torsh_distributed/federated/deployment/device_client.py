@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class DeviceClient:
         give_up_s: float = 60.0,
         secure_aggregation: SecureAggregation | None = None,
         peers: Mapping[str, bytes] | None = None,
+        is_metered: Callable[[], bool] | None = None,
     ) -> None:
         """`address`: None finds the server on the local network, anew each time that the device joins.
 
@@ -75,6 +76,7 @@ class DeviceClient:
 
         `secure_aggregation`: None takes that of the task's config; with it the device sends masked updates only.
         `peers`: devices that may be in a sum with this one, by name and key; None knows each as it was first seen.
+        `is_metered`: asked each time that the device joins whether its link is; None says that it is not.
         """
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._task = task
@@ -90,6 +92,7 @@ class DeviceClient:
         self._config = config_of(task)
         self._secure = secure_aggregation or self._config.secure_aggregation
         self._peers = KnownPeers(directory, peers)
+        self._is_metered = is_metered or (lambda: False)
         self._member: SumMember | None = None
         """Its part in the secure sum of the round."""
         self._data = task.device_data(name)
@@ -160,7 +163,7 @@ class DeviceClient:
         secret = b"" if self._token is None else self._token.secret
         fingerprint = self._replica.fingerprint
         signature = self._key.sign(joining_message(kind, nonce, self._server_digest, self._name, fingerprint))
-        connection.send([kind, self._name, self._key.public, secret, fingerprint, signature])
+        connection.send([kind, self._name, self._key.public, secret, fingerprint, self._is_metered(), signature])
         head, _ = connection.receive()
         if isinstance(head, list) and head[:1] != ["welcome"]:
             (reason,) = checked_head(head, str)

@@ -3,7 +3,7 @@
 ::
 
     server   ["hello", nonce]
-    device   ["enrol" | "join", name, public key, token's secret or b"", model's fingerprint, signature]
+    device   ["enrol" | "join", name, public key, token's secret or b"", model's fingerprint, metered, signature]
     server   ["welcome", beat_s, expire_s] | ["refused", reason]
     server   ["work", nonce, counted] + order       device   ["update", nonce, signature] + update
     server   ["roster" | …, nonce] + what it says   device   ["sum", nonce, signature] + its answer

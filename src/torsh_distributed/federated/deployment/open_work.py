@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +20,11 @@ from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundRepl
 class SharedRound:
     """One order for all; each reply is looked at as it comes."""
 
-    def __init__(self, intake: UpdateIntake, devices: Iterable[str]) -> None:
+    def __init__(self, intake: UpdateIntake, uploads: Mapping[str, str]) -> None:
+        """`uploads`: the devices, and the codec of each one's update."""
         self._intake = intake
-        self._waiting = set(devices)
+        self._uploads = uploads
+        self._waiting = set(uploads)
         self.taken: dict[str, bytes] = {}
         """Devices whose update counts if the round does, and the nonce of it."""
 
@@ -40,7 +42,7 @@ class SharedRound:
     def take(self, device: str, nonce: bytes, update: ClientUpdate, num_bytes: int) -> None:
         """The device's answer."""
         self._waiting.discard(device)
-        if self._intake.take_message(update):
+        if self._intake.take_message(update, self._uploads[device]):
             self.taken[device] = nonce
         self._intake.replies.bytes_up += num_bytes
 

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torsh_distributed.errors import ConfigurationError, SerializationError, Tor
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.deployment.connected_device import ConnectedDevice
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
+from torsh_distributed.federated.deployment.device_links import LinkAdaptation
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
     joining_message,
@@ -62,14 +63,24 @@ class RoundServer:
         port: int = 0,
         deadline_s: float = 600.0,
         heartbeat: HeartbeatSettings | None = None,
+        links: LinkAdaptation | None = None,
     ) -> None:
-        """`deadline_s`: of a round, and of waiting for `min_clients` devices before one."""
+        """`deadline_s`: of a round, and of waiting for `min_clients` devices before one.
+
+        `links`: None asks all devices, metered or not, for the same codec.
+        """
+        if links is not None and config.secure_aggregation is not None:
+            raise ConfigurationError(
+                "links change single updates, which secure aggregation hides from the server",
+                hint="leave one of the two out",
+            )
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._config = config
         self._fingerprint = fingerprint
         self._most_bytes = 16 * numel + (1 << 16)
         self._deadline_s = deadline_s
         self._heartbeat = heartbeat or HeartbeatSettings()
+        self._links = links or LinkAdaptation(slow_mbps=0, deadline_factor=None, uses_metered=True)
         self._context, self.digest = server_context(directory, DeviceKey.load_or_make(directory / "server.key"))
         self.devices = DeviceList(directory)
         self._changed = threading.Condition()
@@ -107,8 +118,12 @@ class RoundServer:
         """Devices that are connected, once there are enough for a round or the deadline has come."""
         with self._changed:
             enough = self._config.min_clients
-            self._changed.wait_for(lambda: len(self._connected) >= enough, self._deadline_s)
-            return [self._facts_of(name) for name in sorted(self._connected)]
+            self._changed.wait_for(lambda: len(self._askable()) >= enough, self._deadline_s)
+            return [self._facts_of(name) for name in self._askable()]
+
+    def _askable(self) -> list[str]:
+        """Devices that are connected, by a link that may be used."""
+        return [name for name, one in sorted(self._connected.items()) if self._links.uses_metered or not one.is_metered]
 
     def members(self) -> list[ClientFacts]:
         """All enrolled devices."""
@@ -117,13 +132,18 @@ class RoundServer:
 
     def train(self, order: RoundOrder, chosen: list[str]) -> RoundReplies:
         """Ask these devices; returns when all have answered or left, or at the deadline."""
-        payload = serialize(order.message())
         if order.secure is not None:
-            return self._train_secretly(order, order.secure, payload, chosen)
+            return self._train_secretly(order, order.secure, serialize(order.message()), chosen)
         intake = UpdateIntake(self._config.strategy, order, self._config.max_update_norm)
-        work = SharedRound(intake, chosen)
+        with self._changed:
+            facts = [self._facts_of(name) for name in chosen]
+            uploads = {one.client: self._links.upload_of(one, order.upload) for one in facts}
+            deadline_s = self._links.deadline_s(facts, self._deadline_s)
+        payloads = {method: serialize(replace(order, upload=method).message()) for method in set(uploads.values())}
+        work = SharedRound(intake, uploads)
         self._taken = work.taken
-        intake.replies.bytes_down = self._exchange(work, "work", dict.fromkeys(chosen, payload), self._deadline_s)
+        messages = {name: payloads[method] for name, method in uploads.items()}
+        intake.replies.bytes_down = self._exchange(work, "work", messages, deadline_s)
         with self._changed:
             self._learn(intake.replies)
         return intake.replies
@@ -163,7 +183,7 @@ class RoundServer:
         work, buffer = self._open, self._config.buffer
         assert isinstance(work, BufferedWork), "made with the config"
         assert buffer is not None, "the loop collects for a buffer only"
-        payload = serialize(order.message())
+        payloads: dict[str, bytes] = {}
         replies = RoundReplies()
         with self._changed:
             while True:
@@ -171,9 +191,13 @@ class RoundServer:
                 self._counted.update(work.taken)
                 if replies.num_updates >= wanted:
                     break
-                idle = [self._facts_of(name) for name in sorted(self._connected) if name not in work.waiting]
+                idle = [self._facts_of(name) for name in self._askable() if name not in work.waiting]
                 for name in hand_out(idle, len(work.waiting)):
-                    work.begin(name, order)
+                    own = replace(order, upload=self._links.upload_of(self._facts_of(name), order.upload))
+                    if own.upload not in payloads:
+                        payloads[own.upload] = serialize(own.message())
+                    payload = payloads[own.upload]
+                    work.begin(name, own)
                     replies.bytes_down += len(payload) * self._ask(name, "work", payload)
                 left_s = work.expire()
                 if not work.waiting and not work.has_answers():
@@ -198,6 +222,7 @@ class RoundServer:
             self._fail(name, "it is not connected")
             return False
         device.nonce = secrets.token_bytes(16)
+        device.asked_s = time.monotonic()
         counted = [self._counted.get(name, b"")] if kind == "work" else []
         device.say([kind, device.nonce, *counted], payload)
         return True
@@ -261,7 +286,9 @@ class RoundServer:
         nonce = secrets.token_bytes(32)
         connection.send(["hello", nonce])
         head, _ = connection.receive()
-        name, public, secret, fingerprint, signature = checked_head(head, str, bytes, bytes, str, bytes)
+        name, public, secret, fingerprint, is_metered, signature = checked_head(
+            head, str, bytes, bytes, str, bool, bytes
+        )
         signed = joining_message(str(head[0]), nonce, self.digest, name, fingerprint)
         try:
             if not is_signed_by(public, signature, signed):
@@ -276,7 +303,7 @@ class RoundServer:
             connection.send(["refused", error.message])
             raise BadFrame(error.message) from error
         connection.send(["welcome", self._heartbeat.beat_s, self._heartbeat.expire_s])
-        device = ConnectedDevice(name, public, connection, self._heartbeat)
+        device = ConnectedDevice(name, public, connection, self._heartbeat, is_metered=is_metered)
         with self._changed:
             earlier = self._connected.get(name)
             self._connected[name] = device
@@ -317,6 +344,7 @@ class RoundServer:
             if isinstance(work, SumStep) and isinstance(answer, bytes):
                 work.take(device.name, answer)
             elif not isinstance(work, SumStep) and isinstance(answer, ClientUpdate):
+                self._facts_of(device.name).turn_s = time.monotonic() - device.asked_s
                 work.take(device.name, nonce, answer, len(payload))
             else:
                 self._fail(device.name, problem)

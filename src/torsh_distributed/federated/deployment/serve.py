@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
+from torsh_distributed.federated.deployment.device_links import LinkAdaptation
 from torsh_distributed.federated.deployment.discovery import announced
 from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
@@ -27,6 +31,7 @@ def serve_devices(
     revoked: Sequence[str] = (),
     deadline_s: float = 600.0,
     heartbeat: HeartbeatSettings | None = None,
+    links: LinkAdaptation | None = None,
     say: Callable[[str], None] = print,
     on_round: Callable[[RoundRecord], None] | None = None,
 ) -> FederatedResult:
@@ -38,7 +43,7 @@ def serve_devices(
     directory = Path(directory)
     config = config or config_of(task)
     server = open_server(
-        task, config, directory=directory, host=host, port=port, deadline_s=deadline_s, heartbeat=heartbeat
+        task, config, directory=directory, host=host, port=port, deadline_s=deadline_s, heartbeat=heartbeat, links=links
     )
     is_done = False
     try:
@@ -64,9 +69,12 @@ def open_server(
     port: int,
     deadline_s: float,
     heartbeat: HeartbeatSettings | None,
+    links: LinkAdaptation | None,
 ) -> RoundServer:
     """A server for devices with the task's model."""
     replica = ModelVector(task.model())
+    if links is not None and replica.dtype != torch.float32:
+        raise ConfigurationError("codecs are for models of float32", hint="leave links (--adapt-links) out")
     return RoundServer(
         config,
         directory=directory,
@@ -76,4 +84,5 @@ def open_server(
         port=port,
         deadline_s=deadline_s,
         heartbeat=heartbeat,
+        links=links,
     )

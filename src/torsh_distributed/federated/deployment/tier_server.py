@@ -18,6 +18,7 @@ from typing_extensions import override
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.federated.deployment.device_client import DeviceClient
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
+from torsh_distributed.federated.deployment.device_links import LinkAdaptation
 from torsh_distributed.federated.deployment.serve import open_server
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask
@@ -72,6 +73,7 @@ def serve_tier(
     num_tokens: int = 0,
     deadline_s: float = 600.0,
     heartbeat: HeartbeatSettings | None = None,
+    links: LinkAdaptation | None = None,
     give_up_s: float = 60.0,
     say: Callable[[str], None] = print,
     on_round: Callable[[RoundRecord], None] | None = None,
@@ -91,7 +93,7 @@ def serve_tier(
             hint="leave buffer out here; the tier above may have one",
         )
     server = open_server(
-        task, config, directory=directory, host=host, port=port, deadline_s=deadline_s, heartbeat=heartbeat
+        task, config, directory=directory, host=host, port=port, deadline_s=deadline_s, heartbeat=heartbeat, links=links
     )
     is_done = False
     try:
