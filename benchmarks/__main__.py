@@ -1,4 +1,4 @@
-"""`python -m benchmarks [case …] [--only PART] [--json DIR] [--quick]`."""
+"""`python -m benchmarks [case …] [--only PART] [--json DIR] [--quick] [--against FILE]`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,11 @@ import typer
 from rich.console import Console
 
 from benchmarks.cases import case_names, load_case
-from benchmarks.harness import FULL, QUICK, Case
+from benchmarks.harness import FULL, QUICK, Budget, Case
 from benchmarks.page import write_page
 from benchmarks.plot import save_plot
-from benchmarks.result import RESULTS, beside_earlier, run_case, save_result
+from benchmarks.regression import TOLERANCE, lasting
+from benchmarks.result import RESULTS, beside_earlier, load_result, load_results, run_case, save_result
 from benchmarks.table import table_of
 
 
@@ -29,6 +31,10 @@ def main(
     only: Annotated[
         list[str] | None,
         typer.Option(help="Parts of one long case, by name or its beginning; the others stay as they were measured."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="An earlier result or a folder of them: status 1 if something is worse. Nothing is kept."),
     ] = None,
     page: Annotated[bool, typer.Option("--page", help="Only rewrite docs/benchmarks.md and the plots.")] = False,
 ) -> None:
@@ -45,6 +51,9 @@ def main(
             nearest = difflib.get_close_matches(name, case_names(), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(case_names())}"
             raise typer.BadParameter(f"no case is called {name!r}; {hint}")
+    if against is not None:
+        _hold_against(against, cases, QUICK if quick else FULL, console)
+        return
     folder = json if json is not None else None if quick else RESULTS
     for name in names:
         start = time.monotonic()
@@ -64,6 +73,28 @@ def main(
         console.print(f"{name}: {time.monotonic() - start:.1f} s" + (f", kept in {folder}" if folder else ""))
     if folder == RESULTS:
         write_page()
+
+
+def _hold_against(path: Path, cases: list[str] | None, budget: Budget, console: Console) -> None:
+    """Measure the cases of earlier results again and print what changed; status 1 if something is worse for certain."""
+    earlier = load_results(path) if path.is_dir() else [load_result(path)]
+    chosen = [one for one in earlier if cases is None or one.case in cases]
+    if not chosen:
+        raise typer.BadParameter(f"{path} has no result of these cases")
+    num_worse = 0
+    for one in chosen:
+        case = load_case(one.case)
+        for change in lasting(partial(run_case, one.case, case, budget), one):
+            verdict = "worse" if change.is_worse(TOLERANCE) else "better" if change.is_better(TOLERANCE) else "noise"
+            num_worse += verdict == "worse"
+            console.print(
+                f"{verdict:6} {one.case}: {change.row} against {change.against}: x {change.factor:.2f}"
+                f" ({change.low:.2f} to {change.high:.2f})",
+                highlight=False,
+                markup=False,
+            )
+    if num_worse:
+        raise typer.Exit(1)
 
 
 def part_named(case: Case, name: str, wanted: str) -> str:

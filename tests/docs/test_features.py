@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 
 import pytest
 
+import benchmarks.__main__
 from tests.docs.blocks import ROOT
 from tests.docs.names import Mention, problem_of
 
@@ -27,6 +29,8 @@ def absent(name: str) -> bool:
 
     if name.startswith("torsh "):
         return problem_of(Mention(features_table.PAGE, 1, name)) is not None
+    if name.startswith("python -m benchmarks --"):
+        return name.partition("--")[2] not in inspect.signature(benchmarks.__main__.main).parameters
     if name in KNOWN or name in keys_of(Plan):
         return False
     head, _, rest = name.partition(".")
@@ -63,7 +67,16 @@ def test_every_name_exists() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["td.no_such", "td.Plan.no_such", "torsh burn", "torsh run --tables", "mesh.tpp", "TORSH_NO", "torch.nn"],
+    [
+        "td.no_such",
+        "td.Plan.no_such",
+        "torsh burn",
+        "torsh run --tables",
+        "mesh.tpp",
+        "python -m benchmarks --no",
+        "TORSH_NO",
+        "torch.nn",
+    ],
 )
 def test_a_name_that_does_not_exist_is_found(name: str) -> None:
     assert absent(name)
