@@ -253,7 +253,12 @@ def evaluate() -> tuple[float, float]:
     _, _, held_out = build(batch_size=10, num_samples=51)
     model, _, _ = build()
     points, labels = (torch.stack(column) for column in zip(*held_out.dataset, strict=True))
-    return engine.evaluate(held_out), functional.cross_entropy(model(points), labels).item()
+    seen: list[events.EvaluationEvent] = []
+    stop = events.subscribe(seen.append, events.EvaluationEvent)  # type: ignore[arg-type]  # only of that type
+    found = engine.evaluate(held_out)
+    stop()
+    assert [(event.step, event.loss) for event in seen] == [(engine.num_steps, found)]
+    return found, functional.cross_entropy(model(points), labels).item()
 
 
 def test_evaluation_looks_at_every_sample_once(world: World) -> None:

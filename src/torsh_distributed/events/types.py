@@ -65,6 +65,18 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationEvent(Event):
+    """The model was evaluated; every rank reports the same loss."""
+
+    kind: ClassVar[str] = "evaluation"
+
+    step: int
+    loss: float
+    duration_s: float
+    """On this rank, from the call to the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompileEvent(Event):
     """The first call of a compiled function ended; torch compiles in it, and its backward in the first backward."""
 
@@ -506,6 +518,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     StepEvent,
     CollectiveEvent,
     CompileEvent,
+    EvaluationEvent,
     PhaseEvent,
     WaitEvent,
     BucketEvent,

@@ -500,8 +500,12 @@ class Engine:
                 metrics=metrics,
             )
 
+        started_s = time.monotonic()
         with attending_with(self.plan.training.attention), self.strategy.together():
-            return self._together(compute)
+            found = self._together(compute)
+        loss, duration_s = found["loss"] if isinstance(found, dict) else found, time.monotonic() - started_s
+        events.emit(events.EvaluationEvent(step=self.num_steps, loss=float(loss), duration_s=duration_s))
+        return found
 
     def export(
         self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0

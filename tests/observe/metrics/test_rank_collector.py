@@ -39,6 +39,7 @@ def test_live_events_are_counted_by_thread_and_rare_ones_kept() -> None:
         recorder.end(record)
         events.emit(events.StepEvent(step=7, loss=float("nan"), duration_s=0.5))
         events.emit(events.CheckpointEvent(action="saved", path="/x", step=7, num_bytes=5, duration_s=0.1))
+        events.emit(events.EvaluationEvent(step=7, loss=0.25, duration_s=0.5))
         events.emit(events.BucketEvent(step=7, index=0, num_bytes=80, duration_s=0.1, wire_bytes=20))
         failed = {"op": "all_gather", "group": "h", "sequence": 1, "num_bytes": 9, "start_s": 0.0, "duration_s": 0.1}
         events.emit(events.CollectiveEvent(**failed, error="OperationTimeout: late"))
@@ -54,8 +55,9 @@ def test_live_events_are_counted_by_thread_and_rare_ones_kept() -> None:
     assert metrics("torsh_collective_seconds", "all_reduce").value == pytest.approx(record.duration_s)
     assert metrics("torsh_collective_errors", "all_gather").value == 1
     assert metrics("torsh_checkpoint_step").value == 7
+    assert metrics("torsh_validation_loss").value == 0.25
     assert metrics("torsh_gradient_wire_bytes").value == 20
-    assert [mark["type"] for mark in collector.marks] == ["checkpoint"]
+    assert [mark["type"] for mark in collector.marks] == ["checkpoint", "evaluation"]
 
 
 def test_a_flood_of_events_is_bounded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def _table() -> tuple[MetricDefinition, ...]:
             "Mean loss of the last step over all ranks; of a plain loop, this rank's.",
             "training",
         ),
+        define("torsh_validation_loss", gauge, "", "Mean loss of the last evaluation over all ranks.", "training"),
         define("torsh_learning_rate", gauge, "", "Learning rate of the last step.", "training"),
         define("torsh_gradient_norm", gauge, "", "Norm of the whole gradient in the last step.", "training"),
         define("torsh_loss_scale", gauge, "", "Factor of the loss before backward, with fp16.", "training"),

@@ -34,6 +34,7 @@ _MARKS = (
     events.PressureEvent,
     events.RebalanceEvent,
     events.CompileEvent,
+    events.EvaluationEvent,
     events.AlertEvent,
     events.LogEvent,
 )
@@ -406,6 +407,8 @@ class RankCollector:
                 self.metrics("torsh_memory_pressure", event.action).record(1)
             case events.CompileEvent():
                 self.metrics("torsh_compile_seconds").record(event.duration_s)
+            case events.EvaluationEvent():
+                self.metrics("torsh_validation_loss").record(event.loss)
         self.marks.append(
             {
                 name: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
