@@ -18,6 +18,7 @@ from torsh_distributed.known_variables import SECTIONS, Variable, render_page
 from torsh_distributed.launch.worker.environment import read_environment
 
 app = typer.Typer(add_completion=False)
+_ANSWERS = {True: "yes", False: "no", None: "-"}
 
 
 @app.command()
@@ -39,7 +40,8 @@ def show(
         for one in section:
             table.add_row(one.name, *_value(one), one.meaning)
         console.print(table)
-    backends = Table("backend", "usable", "devices", "all-reduce takes", title="backends, as found by trying")
+    columns = ("backend", "usable", "devices", "asynchronous", "messages", "all-reduce takes")
+    backends = Table(*columns, title="backends, as found by trying")
     for backend in BackendType:
         found = probe_capabilities(backend)
         ops = sorted({op.value for op, _ in found.reductions})
@@ -47,6 +49,8 @@ def show(
             backend.value,
             "yes" if found.is_available else f"no: {found.reason}",
             ", ".join(found.devices) or "-",
+            _ANSWERS[found.is_asynchronous],
+            _ANSWERS[found.has_messages],
             ", ".join(ops) or "-",
         )
     console.print(backends)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torsh_distributed.comm.backends import capabilities
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend, probe_capabilities
+from torsh_distributed.comm.backends.handles import FinishedWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
@@ -17,6 +19,30 @@ def test_gloo_is_probed_op_by_op() -> None:
     assert found.supports(ReduceOp.BAND, torch.int32)
     assert not found.supports(ReduceOp.BAND, torch.float32)
     assert not found.supports(ReduceOp.MEAN, torch.int64)
+
+
+@pytest.mark.parametrize("backend", [BackendType.GLOO, BackendType.SHM, BackendType.TORSH])
+def test_two_ranks_show_whether_collectives_wait_and_messages_arrive(backend: BackendType) -> None:
+    found = probe_capabilities(backend)
+    assert (found.is_asynchronous, found.has_messages) == (True, True)
+
+
+def test_a_backend_that_waits_or_loses_messages_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits:
+        """Reduces at once and drops what is sent."""
+
+        def allreduce(self, *_: object) -> FinishedWork:
+            return FinishedWork()
+
+        send = recv = allreduce
+
+    monkeypatch.setattr(capabilities, "_member", lambda *_: Waits())
+    assert capabilities._tried_by_two(BackendType.GLOO) == (False, False)
+
+
+def test_what_two_threads_cannot_try_stays_unknown() -> None:
+    found = probe_capabilities(BackendType.FAKE)
+    assert (found.is_asynchronous, found.has_messages) == (None, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for the answer of a machine without a GPU")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -39,6 +40,7 @@ _PROBED_DTYPES = (
     torch.complex128,
 )
 
+_PROBE_TIMEOUT = timedelta(seconds=30)
 _UNUSED_OF_TORCH = {dist.Backend.UNDEFINED, "mpi", "xccl"}
 """In torch's list of backends, and not in its wheels for Linux."""
 
@@ -64,7 +66,7 @@ def probe_reductions(group: Any, device: str = "cpu") -> Reductions:
 @functools.cache
 def gloo_reductions() -> Reductions:
     """What gloo takes, tried in a group outside torch's registry, so probing leaves no trace."""
-    return probe_reductions(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30)))
+    return probe_reductions(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _PROBE_TIMEOUT))
 
 
 def registered_backends() -> tuple[str, ...]:
@@ -113,6 +115,10 @@ class BackendCapabilities:
     devices: tuple[str, ...] = ()
     reductions: Reductions = frozenset()
     """The pairs that all_reduce takes; empty where it could not be tried (no such device here)."""
+    is_asynchronous: bool | None = None
+    """Whether a collective returns before the other rank has called it; None where it could not be tried."""
+    has_messages: bool | None = None
+    """Whether two ranks can exchange a tensor; None where it could not be tried."""
 
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         """Whether all_reduce takes this pair."""
@@ -178,13 +184,24 @@ def why_unusable(name: str) -> str:
 
 @functools.cache
 def probe_capabilities(backend: BackendType) -> BackendCapabilities:
-    """Try every reduction on every dtype in a group of one rank, on the backend's own device."""
+    """Try every reduction on every dtype in a group of one rank, and a collective and a message between two.
+
+    The two are threads of this process, so of nccl and MPI, which want a process for each, it stays unknown. Size
+    limits are not looked for: that takes a tensor of the size.
+    """
     missing = why_unavailable(backend)
     if missing:
         return BackendCapabilities(backend=backend, is_available=False, reason=missing)
     devices = tuple(dist.Backend.backend_capability.get(backend.value, []))
+    is_asynchronous, has_messages = _tried_by_two(backend)
     return BackendCapabilities(
-        backend=backend, is_available=True, reason="", devices=devices, reductions=_reductions(backend)
+        backend=backend,
+        is_available=True,
+        reason="",
+        devices=devices,
+        reductions=_reductions(backend),
+        is_asynchronous=is_asynchronous,
+        has_messages=has_messages,
     )
 
 
@@ -193,10 +210,37 @@ def _reductions(backend: BackendType) -> Reductions:
     if backend is BackendType.GLOO:
         return gloo_reductions()
     if backend in (BackendType.SHM, BackendType.TORSH):
-        store, limit = dist.HashStore(), timedelta(seconds=30)
+        store, limit = dist.HashStore(), _PROBE_TIMEOUT
         wire = create_shm_wire(store, rank=0, num_ranks=1, timeout=limit, options=ShmOptions())
         return probe_reductions(TorshProcessGroup(store, wire, limit))
     if backend is BackendType.NCCL:
         group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
         return probe_reductions(group, "cuda")
     return frozenset()
+
+
+def _tried_by_two(backend: BackendType) -> tuple[bool | None, bool | None]:
+    """Whether collectives are asynchronous, and whether messages arrive, between two ranks of this process."""
+    if backend not in (BackendType.GLOO, BackendType.SHM, BackendType.TORSH):
+        return None, None
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:  # a group comes up when both of its ranks make it
+        one, other = pool.map(lambda rank: _member(backend, store, rank), range(2))
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    first = one.allreduce([torch.ones(1)], options)
+    is_asynchronous = not first.is_completed()  # else it would have ended without the other rank
+    second = other.allreduce([torch.ones(1)], options)
+    sent, received = torch.arange(3.0), torch.zeros(3)
+    works = [first, second, one.send([sent], 1, 0), other.recv([received], 0, 0)]
+    for work in works:
+        work.wait()
+    return is_asynchronous, torch.equal(sent, received)
+
+
+def _member(backend: BackendType, store: dist.Store, rank: int) -> Any:
+    """A group of two ranks, outside torch's registry. Any: as for `probe_reductions`."""
+    if backend is BackendType.GLOO:
+        return dist.ProcessGroupGloo(store, rank, 2, _PROBE_TIMEOUT)
+    wire = create_shm_wire(store, rank=rank, num_ranks=2, timeout=_PROBE_TIMEOUT, options=ShmOptions())
+    return TorshProcessGroup(store, wire, _PROBE_TIMEOUT)
