@@ -45,7 +45,10 @@ class Gradients:
 
 
 def mean_of(pushes: list[tuple[Gradients, float]]) -> Gradients:
-    """The mean by weight, added up in this order; who has no gradient for a parameter adds nothing to it."""
+    """The mean by weight, added up in this order; who has no gradient for a parameter adds nothing to it.
+
+    The first gradient's memory takes the sum: that of a new tensor would be new pages at every step.
+    """
     total_weight = sum(weight for _, weight in pushes)
     mean = Gradients()
     for gradients, weight in pushes:
@@ -53,7 +56,7 @@ def mean_of(pushes: list[tuple[Gradients, float]]) -> Gradients:
             if name in mean.whole:
                 mean.whole[name].add_(gradient, alpha=weight)
             else:
-                mean.whole[name] = gradient * weight
+                mean.whole[name] = gradient.mul_(weight) if gradient.is_floating_point() else gradient * weight
         for name, (rows, gradient) in gradients.rows.items():
             before = mean.rows.get(name, (rows[:0], gradient[:0]))
             share = gradient * (weight / total_weight)
