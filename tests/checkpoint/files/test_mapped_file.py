@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torsh_distributed.checkpoint.files import mapped_file
-from torsh_distributed.checkpoint.files.mapped_file import MappedFile
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile, read_exactly
 from torsh_distributed.checkpoint.memory_copies import MemoryCopies
 
 DATA = os.urandom(3 * 4096 + 17)
@@ -32,6 +32,18 @@ def test_any_part_of_it_can_be_looked_at_and_copied(file: MappedFile) -> None:
         into = bytearray(stop - start)
         file.read_into(memoryview(into), start, MemoryCopies().copy_bytes)
         assert into == DATA[start:stop]
+
+
+def test_a_disk_that_gives_a_few_bytes_at_a_time_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(DATA)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, start: read(file, [buffers[0][:5]], start))
+    into = bytearray(23)
+    with (tmp_path / "f").open("rb") as opened:
+        read_exactly(opened.fileno(), memoryview(into), 11)
+    assert into == DATA[11:34]
 
 
 def test_a_file_that_was_cut_after_it_was_opened_is_an_error(file: MappedFile, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from torsh_distributed.checkpoint import CheckpointManager
@@ -52,11 +55,40 @@ def test_a_sound_index_is_read_back() -> None:
         ([box(0, 8, start=True)], "not a number"),
         ([box(0, 4), box(0, 4)], "each element of it once"),
         ([box(0, 4)], "each element of it once"),
+        (
+            # Two rows of four, cut more often across than along; one of the lower row is a line too high.
+            [box(0, 6, offsets=(0, column), sizes=(6, 1)) for column in range(4)]
+            + [box(6, 2, offsets=(6 - (column == 0), column), sizes=(2, 1)) for column in range(4)],
+            "each element of it once",
+        ),
     ],
 )
 def test_what_does_not_fit_the_files_is_refused(boxes: list[StoredBox], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_back(*boxes)
+
+
+@given(st.data())
+def test_boxes_are_accepted_exactly_if_they_have_each_element_once(data: st.DataObject) -> None:
+    """Cut at any places, perhaps with one box moved: then some elements may be there twice and others never."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    cuts = [sorted({0, size, *data.draw(st.sets(st.integers(0, size), max_size=3))}) for size in shape]
+    places = [list(itertools.pairwise(one)) for one in cuts]
+    boxes = [
+        ([low for low, _ in bounds], [high - low for low, high in bounds]) for bounds in itertools.product(*places)
+    ]
+    moved, sizes = data.draw(st.sampled_from(boxes))
+    if data.draw(st.booleans()):
+        moved[:] = [data.draw(st.integers(0, whole - size)) for whole, size in zip(shape, sizes, strict=True)]
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for offsets, lengths in boxes:
+        counts[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))] += 1
+    stored = [box(0, 1, offsets=tuple(offsets), sizes=tuple(lengths)) for offsets, lengths in boxes]
+    if bool((counts == 1).all()):
+        assert read_back(*stored, shape=shape).tensors["model.w"].boxes == tuple(stored)
+    else:
+        with pytest.raises(ValueError, match="each element of it once"):
+            read_back(*stored, shape=shape)
 
 
 @pytest.mark.parametrize("shape", [(2**62, 4), (-8, 4), (1,) * 100])
