@@ -315,6 +315,8 @@ class Engine:
             self.strategy.before_backward(scaled)
             scaled.backward()  # type: ignore[no-untyped-call]  # untyped in torch
             self.strategy.after_backward(scaled)
+        if update.is_last:
+            self._edited.note_gradients()
 
     def apply(self) -> float:
         """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.
@@ -329,6 +331,7 @@ class Engine:
             raise InvalidArgument(
                 "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
             )
+        self._edited.check_gradients()
         loss = update.mean.wait()
         self.update = None
         rate = None
@@ -371,7 +374,7 @@ class Engine:
         if is_done and (self.opened_checkpoints is not None or self.plan.checkpoint.enabled):
             self.checkpoints.after_step(loss)
         if self._recovery is None:  # else earlier values may come back
-            self._edited.note()
+            self._edited.note_params()
         return loss
 
     def _tell(
@@ -443,7 +446,7 @@ class Engine:
         `model_only` leaves optimizer, step and generators as they are, for fine-tuning. Differences of names, shapes
         and dtypes raise, all at once; with `strict=False` what fits is loaded.
         """
-        self._edited.forget()
+        self._edited.forget_params()
         return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
 
     def resume(self) -> CheckpointMetadata | None:
@@ -453,7 +456,7 @@ class Engine:
         """
         if self.elastic is not None and self.elastic.is_joining:
             return None
-        self._edited.forget()
+        self._edited.forget_params()
         return self.checkpoints.resume()
 
     def whole_weights(self, *patterns: str, change: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
@@ -469,7 +472,7 @@ class Engine:
                 hint="call engine.apply() first, or engine.discard_update()",
             )
         self.settle()
-        self._edited.forget()
+        self._edited.forget_params()
         return whole_weights(self.strategy, patterns, change=change)
 
     @overload
@@ -566,7 +569,7 @@ class Engine:
         A rank may load its own state or that of another rank. `rank_state` is used only by the rank that saved it, in
         a world of the same size; otherwise that part starts empty.
         """
-        self._edited.forget()
+        self._edited.forget_params()
         self.strategy.load_whole_state(self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
         self.learning_rate.load_state_dict(state["learning_rate"], data_degree=self.strategy.data_degree)
@@ -613,7 +616,7 @@ class Engine:
     def _before_update(self) -> None:
         """Take the changes of the plan that are due; refuse what the strategy cannot follow."""
         self._trained.check()
-        self._edited.check()
+        self._edited.check_params()
         if self.changes is not None:
             self.changes.before_update(self)
         if self.auto_optimization is not None:

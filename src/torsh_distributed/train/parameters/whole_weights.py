@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,8 +14,6 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state.whole_state import load_some_state, plain_name
 from torsh_distributed.parallel.strategy import Strategy
-
-_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -62,33 +59,58 @@ def whole_weights(strategy: Strategy, patterns: tuple[str, ...], *, change: bool
 
 
 class EditedPieces:
-    """Warns once if a user changes parameters between steps of which this rank holds pieces, or not all.
+    """Notices that a script changes parameters or gradients of which this rank holds pieces, or not all.
 
-    An operation on each element is right there; a norm, a mean, an index or random numbers are those of the piece.
+    An operation on each element would be right, but nobody can tell: a norm, a mean, an index or random numbers are
+    those of the piece, and ranks drift apart.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], axes: str) -> None:
         self._params, self._axes = list(params), axes
         self._versions: list[int] | None = None
+        self._gradients: list[tuple[Tensor | None, int]] | None = None
 
-    def note(self) -> None:
-        """What follows is not ours."""
+    def note_params(self) -> None:
+        """The Engine has updated them; what follows is not ours."""
         self._versions = [param._version for param in self._params]
 
-    def forget(self) -> None:
-        """The Engine itself has changed them."""
+    def forget_params(self) -> None:
+        """The Engine itself changes them."""
         self._versions = None
 
-    def check(self) -> None:
-        """Before the next forward."""
+    def check_params(self) -> None:
+        """Before the next update."""
         was, self._versions = self._versions, None
-        if was is None or all(param._version == one for param, one in zip(self._params, was, strict=True)):
-            return
-        self._params = []
-        _log.warning(
-            "parameters were changed between two steps, and under %s rank %d holds only a part of them: what is more"
-            " than an operation on each element (a norm, a mean, rows, random numbers) differs from one process;"
-            " change them in `with engine.whole_weights(change=True) as weights:`",
-            self._axes,
-            process_group.rank(),
+        if was is not None and any(param._version != one for param, one in zip(self._params, was, strict=True)):
+            raise self._refusal(
+                "parameters were changed between two updates",
+                "change them in `with engine.whole_weights(change=True) as weights:`, which gives whole ones",
+            )
+
+    def note_gradients(self) -> None:
+        """Backward has computed them."""
+        self._gradients = [_stamp(param.grad) for param in self._params]
+
+    def check_gradients(self) -> None:
+        """Before they are used."""
+        was, self._gradients = self._gradients, None
+        found = [_stamp(param.grad) for param in self._params]
+        if was is not None and any(
+            one is not other or number != now for (one, number), (other, now) in zip(was, found, strict=True)
+        ):
+            raise self._refusal(
+                "gradients were changed between backward() and apply()",
+                "let param.register_hook(…) change them, which gets whole ones; training.gradient_clipping limits the"
+                " norm of all",
+            )
+
+    def _refusal(self, what: str, hint: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"{what}, and under {self._axes} rank {process_group.rank()} holds only a part of them: a norm, a mean or"
+            " random numbers would not be those of one process",
+            hint=hint,
         )
+
+
+def _stamp(gradient: Tensor | None) -> tuple[Tensor | None, int]:
+    return gradient, -1 if gradient is None else gradient._version
