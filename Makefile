@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What an install is made from. The compiled parts are part of it: a changed source means a new one.
 NATIVE := $(wildcard src/torsh_distributed/*/native/* src/torsh_distributed/comm/backends/shm/native/*)
-INSTALLED := pyproject.toml constraints/runtime.txt $(CONSTRAINTS) hatch_build.py $(NATIVE)
+INSTALLED := pyproject.toml constraints/runtime.txt constraints/accounting.txt $(CONSTRAINTS) hatch_build.py $(NATIVE)
 # Modules are compiled when they are first imported, not all of torch's at install: 20 s less.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -38,6 +38,7 @@ $(RUNTIME): $(INSTALLED) | $(BIN)/python
 $(READY): $(INSTALLED) | $(BIN)/python
 	@echo "setting up $(VENV) with the tools of development (a minute or two the first time)"
 	@$(INSTALL) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@if [ $(lastword $(subst $(comma), ,$(EXTRAS))) = services ]; then $(INSTALL) --no-deps -r constraints/accounting.txt; fi
 	@touch $(RUNTIME) $(READY)
 
 train: $(RUNTIME) ## set up and train a small GPT on two local workers

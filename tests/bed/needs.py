@@ -129,7 +129,7 @@ def torchvision() -> str | None:
 @functools.cache
 def dp_accounting() -> str | None:
     """The accountant of the [federated] extra, which wants an older attrs than other packages of the tests."""
-    return None if library("dp_accounting") is None else "no dp-accounting; pip install --no-deps dp-accounting"
+    return None if library("dp_accounting") is None else "no dp-accounting; pip install --no-deps -r constraints/accounting.txt"
 
 
 @functools.cache
@@ -185,7 +185,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_fairscale": fairscale,
     "needs_deepspeed": deepspeed,
 }
-_HARDWARE = frozenset({"needs_cuda", "needs_torchvision", "needs_dp_accounting"})
+_HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 _SLOW_TO_IMPORT = frozenset({"transformers", "lightning", "torchao"})
 
