@@ -116,6 +116,13 @@ def test_a_plan_that_cannot_follow_says_so(world: World, mesh: dict[str, int]) -
         assert "was changed after parallelize()" in str(outcome.error)
 
 
+def test_what_compression_carries_over_belongs_to_the_first_buckets(world: World) -> None:
+    sections = {**PLANS["dp"], "compress": {"method": "topk:0.5"}}
+    for outcome in world.outcomes(engine_losses, sections, num_ranks=2, backend="torsh"):
+        assert isinstance(outcome.error, td.TorshError)
+        assert "requires_grad of parameters was changed, and what compression carries over" in str(outcome.error)
+
+
 def engine_losses_of_a_chain(sections: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]
