@@ -129,7 +129,11 @@ def torchvision() -> str | None:
 @functools.cache
 def dp_accounting() -> str | None:
     """The accountant of the [federated] extra, which wants an older attrs than other packages of the tests."""
-    return None if library("dp_accounting") is None else "no dp-accounting; pip install --no-deps -r constraints/accounting.txt"
+    return (
+        None
+        if library("dp_accounting") is None
+        else "no dp-accounting; pip install --no-deps -r constraints/accounting.txt"
+    )
 
 
 @functools.cache

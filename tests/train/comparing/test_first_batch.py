@@ -98,8 +98,8 @@ def masked_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
 
 def test_rows_with_labels_are_compared_if_another_rank_has_them(world: World) -> None:
     (expected,) = world.run(losses_without_first_labels, False, num_ranks=1)
-    for outcome in world.outcomes(losses_without_first_labels, True, num_ranks=4, backend="torsh"):
-        assert outcome.value == pytest.approx(expected, rel=1e-5), outcome.error
+    for outcome in world.outcomes(losses_without_first_labels, True, num_ranks=4, backend="torsh", timeout_s=100):
+        assert outcome.value == pytest.approx(expected, rel=1e-5), outcome
         assert "without being compared" not in outcome.output
 
 
