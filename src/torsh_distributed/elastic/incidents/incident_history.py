@@ -6,30 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torsh_distributed.elastic.incidents.incident import SAME_S, Incident
+from torsh_distributed.elastic.incidents.lost_members import losses_in
 from torsh_distributed.errors import IoError
-from torsh_distributed.events import IncidentEvent, IncidentStatus
+from torsh_distributed.events import IncidentEvent
 from torsh_distributed.events.jsonl import INCIDENTS
 from torsh_distributed.events.recorded import events_in
-
-_SAME_S = 5.0
-"""Ranks that report the same failure of the same step within this time report one incident."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """One failure, as one rank or several report it."""
-
-    names: tuple[str, ...]
-    failure: str
-    action: str
-    ranks: tuple[int, ...]
-    step: int | None
-    opened_at: float
-    status: IncidentStatus
-    """open if no end was reported: the process ended first, or the run still is in it."""
-    duration_s: float | None
-    """Until a step was completed again, or the action was given up."""
-    detail: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +27,11 @@ class FailureStatistics:
 
 
 def read_incidents(directory: Path) -> list[Incident]:
-    """All incidents of the events in a directory, oldest first."""
+    """All incidents of the events in a directory, oldest first: what ranks recovered from, and who was lost."""
     if not directory.is_dir():
         raise IoError("there is no such directory of events", directory=str(directory))
-    return incidents_of(event for event in events_in(directory / INCIDENTS) if isinstance(event, IncidentEvent))
+    reported = incidents_of(event for event in events_in(directory / INCIDENTS) if isinstance(event, IncidentEvent))
+    return sorted([*reported, *losses_in(directory)], key=lambda one: one.opened_at)
 
 
 def incidents_of(reports: Iterable[IncidentEvent]) -> list[Incident]:
@@ -107,7 +90,7 @@ def _statistics(found: Sequence[Incident], observed_s: float) -> FailureStatisti
 def _is_same(one: Incident, other: Incident) -> bool:
     return (
         (one.failure, one.step) == (other.failure, other.step)
-        and abs(one.opened_at - other.opened_at) <= _SAME_S
+        and abs(one.opened_at - other.opened_at) <= SAME_S
         and not set(one.ranks) & set(other.ranks)
     )
 
