@@ -39,6 +39,7 @@ from torsh_distributed.federated.rounds.round_loop import RoundRecord as RoundRe
 from torsh_distributed.federated.simulation.simulate import simulate as simulate
 from torsh_distributed.federated.simulation.tiered_task import TieredTask as TieredTask
 from torsh_distributed.federated.simulation.virtual_clients import Availability as Availability
+from torsh_distributed.federated.smaller_model import SmallerModel as SmallerModel
 from torsh_distributed.federated.strategies.adaptive_server import FedAdagrad as FedAdagrad
 from torsh_distributed.federated.strategies.adaptive_server import FedAdam as FedAdam
 from torsh_distributed.federated.strategies.adaptive_server import FedYogi as FedYogi

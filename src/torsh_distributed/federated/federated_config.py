@@ -18,6 +18,7 @@ from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.privacy.client_privacy import CentralPrivacy, LocalPrivacy
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.robust.base import RobustRule
+from torsh_distributed.federated.smaller_model import SmallerModel
 from torsh_distributed.federated.strategies.averaging import FedAvg
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.vector_codec import WHOLE, require_download_method, require_upload_method
@@ -78,6 +79,9 @@ class FederatedConfig:
     secure_aggregation: SecureAggregation | None = None
     """The server learns the sum of a round's updates and none of them. Devices must have the same settings."""
 
+    smaller_model: SmallerModel | None = None
+    """What clients train in place of the whole model: pruned, with fewer bits, or both."""
+
     seed: int = 0
     """Of the model's first values, of the choice of clients, and of their training."""
 
@@ -98,6 +102,11 @@ class FederatedConfig:
             self.rule.require(self.min_clients)
         self._require_any_mean()
         self._require_bufferable()
+        if self.smaller_model is not None and not self.strategy.takes_any_mean:
+            raise ConfigurationError(
+                f"{self.strategy.name} describes steps of the whole model, and smaller_model changes them",
+                hint="choose fedavg, fedprox or one of the adaptive strategies",
+            )
         require_upload_method(self.upload)
         require_download_method(self.download)
         if self.error_feedback and self.upload == WHOLE:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.federated.federated_task import FederatedTask
@@ -25,6 +25,7 @@ from torsh_distributed.federated.privacy.client_privacy import clipped
 from torsh_distributed.federated.privacy.secure_noise import noised
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.random_seeds import seed_everything
+from torsh_distributed.federated.smaller_model import ShrunkWeights, SmallerModel
 from torsh_distributed.federated.vector_codec import WHOLE, decoded, encoded
 
 CONTROL = "control"
@@ -58,6 +59,8 @@ class LocalWork:
     """Of the codec's random numbers."""
     error_feedback: bool = False
     """Whether what the codec leaves out is added to the client's next update."""
+    smaller: SmallerModel | None = None
+    """What is trained in place of the whole model."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,7 +123,9 @@ def train_client(
         figures={name: float(value) for name, value in figures.items()},
         duration_s=time.perf_counter() - began_s,
     )
-    if not steps.num_steps and (work.proximal or work.control is not None or work.wants_step_norm):
+    if not steps.num_steps and (
+        work.proximal or work.control is not None or work.wants_step_norm or work.smaller is not None
+    ):
         raise InvalidArgument(
             "train() took no step of an optimizer of torch, by which this strategy works",
             hint="train with torch.optim, or choose strategy 'fedavg'",
@@ -196,18 +201,21 @@ def _corrected_steps(
     anchors = replica.views(start) if work.proximal else {}
     controls = replica.views(work.control - own_control) if work.control is not None and own_control is not None else {}
     known = {id(param) for param in replica.model.parameters()}
+    shrunk = None if work.smaller is None else ShrunkWeights(work.smaller)
 
     @torch.no_grad()
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(id(param) in known for param in params):
             return  # of another model, such as one that is distilled from
-        if (anchors or controls) and any(one is not None for one in (*args[1:], kwargs.get("closure"))):
+        if (anchors or controls or shrunk) and any(one is not None for one in (*args[1:], kwargs.get("closure"))):
             raise ConfigurationError(
                 "a closure computes gradients after the strategy's terms were added",
                 hint="call optimizer.step() without a closure, or choose strategy 'fedavg'",
             )
         record.add(optimizer)
+        if shrunk is not None:
+            shrunk.restore()
         for param in params:
             if param.grad is None or id(param) not in known:
                 continue
@@ -216,8 +224,20 @@ def _corrected_steps(
             if controls:
                 param.grad.add_(controls[id(param)])
 
-    handle = register_optimizer_step_pre_hook(before_step)
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if shrunk is not None and any(
+            id(param) in known for group in optimizer.param_groups for param in group["params"]
+        ):
+            shrunk.shrink()
+
+    if shrunk is not None:
+        shrunk.begin(replica.model)
+    handles = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
     try:
         yield record
+        if shrunk is not None:
+            shrunk.restore()
+            shrunk.unprune(replica.views(start))
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -217,6 +217,7 @@ class RoundLoop:
             central_clip=None if self._noise is None else self._noise.clip_norm,
             keeps_updates=self._config.rule is not None,
             secure=self._config.secure_aggregation,
+            smaller=self._config.smaller_model,
         )
 
     def _choose(self, order: RoundOrder) -> list[str]:

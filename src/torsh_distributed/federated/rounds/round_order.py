@@ -16,6 +16,7 @@ from torsh_distributed.federated.local_training import ClientUpdate, LocalWork
 from torsh_distributed.federated.privacy.client_privacy import clipped
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.random_seeds import derived_seed
+from torsh_distributed.federated.smaller_model import SmallerModel
 from torsh_distributed.federated.strategies.base import FederatedStrategy
 from torsh_distributed.federated.update_sum import UpdateSum
 from torsh_distributed.federated.vector_codec import WHOLE, decoded
@@ -58,17 +59,21 @@ class RoundOrder:
     """What the server multiplies these updates with, for their staleness."""
     secure: SecureAggregation | None = None
     """The server gets the sum of the updates only."""
+    smaller: SmallerModel | None = None
+    """What clients train in place of the whole model."""
 
     def plain(self) -> dict[str, Any]:
         """Its fields, to send it; tensors are not copied."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**plain, "secure": None if self.secure is None else asdict(self.secure)}
+        objects = {"secure": self.secure, "smaller": self.smaller}
+        return {**plain, **{name: None if one is None else asdict(one) for name, one in objects.items()}}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """The order that `plain` made."""
-        secure = plain["secure"]
-        return cls(**{**plain, "secure": None if secure is None else SecureAggregation(**secure)})
+        kinds = {"secure": SecureAggregation, "smaller": SmallerModel}
+        objects = {name: None if plain[name] is None else kind(**plain[name]) for name, kind in kinds.items()}
+        return cls(**{**plain, **objects})
 
     def message(self) -> dict[str, Any]:
         """What travels to a device: the model once, by its codec if it has one."""
@@ -113,6 +118,7 @@ class RoundOrder:
             upload=self.upload,
             codec_seed=self.codec_seed(client),
             error_feedback=self.error_feedback,
+            smaller=self.smaller,
         )
 
 
