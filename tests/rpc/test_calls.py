@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
@@ -374,3 +376,20 @@ def test_the_functions_of_the_module_use_the_worker_of_the_process(make_worker: 
     finally:
         rpc.shutdown()
     assert not rpc.is_started()
+
+
+def test_a_result_goes_with_the_last_reference_to_its_future(caller: RpcWorker) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for is_observed in (False, True):
+            future = caller.call_async("callee", there.echo_on_a_thread, (torch.ones(1 << 20),))
+            if is_observed:
+                future.add_done_callback(lambda done: None)
+            result = weakref.ref(future.result().untyped_storage())
+            kept = weakref.ref(future)
+            del future
+            assert kept() is None
+            assert result() is None
+    finally:
+        gc.enable()

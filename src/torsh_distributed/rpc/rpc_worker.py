@@ -13,18 +13,13 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.transport.connection_pool import ConnectionPool, ConnectionPoolStats
 from torsh_distributed.comm.transport.event_loop import EventLoop
-from torsh_distributed.comm.transport.frames import FrameLimits
 from torsh_distributed.comm.transport.listener import listen_on_node
 from torsh_distributed.errors import InvalidArgument, TorshError, translate_errors
 from torsh_distributed.rpc.calling.connecting import listen_on_network, open_lanes
 from torsh_distributed.rpc.calling.link import Link, PendingCall
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, RemoteStream
 from torsh_distributed.rpc.directory import WorkerDirectory, WorkerInfo
-from torsh_distributed.rpc.messages.lane_pair import (
-    CALL,
-    REMOTE,
-    STREAM,
-)
+from torsh_distributed.rpc.messages.lane_pair import CALL, REMOTE, STREAM
 from torsh_distributed.rpc.references import HeldReferences, ObjectTable, RRef
 from torsh_distributed.rpc.serving.call_server import CallServer
 from torsh_distributed.rpc.serving.exposed import TABLE, Exposed, ExposeOptions
@@ -36,11 +31,9 @@ To = str | int | WorkerInfo
 """A worker: its name, its number, or what `worker_info` returns."""
 DEFAULT_TIMEOUT_S = 60.0
 _KEEP_ALIVE_S = 300.0
-_CONNECT_S = 10.0
 _CHECK_IDLE_S = 1.0
 """A link that was not used for so long is looked at before it is used: its peer may have been started again."""
 _CLOSE_S = 2.0
-_HELLO_LIMITS = FrameLimits(head_bytes=1 << 12)
 
 
 class RpcWorker:

@@ -53,8 +53,9 @@ class PendingCall:
         self.is_done = True
         if self.event is not None:
             self.event.set()
-        if self.on_done is not None:
-            self.on_done()
+        on_done = self.on_done  # who is called sets it to None
+        if on_done is not None:
+            on_done()
 
 
 class Link:

@@ -39,14 +39,16 @@ class RemoteFuture(Future[Any]):
             return
         if self._is_observed:
             self._link.unobserve()
-        error = self._pending.error
+        error, value = self._pending.error, self._pending.value
+        # No cycle: a result goes with the last reference to it, not with the next collection.
+        self._pending.on_done = self._pending.value = None
         if isinstance(error, CancelledError):
             super().cancel()
             self.set_running_or_notify_cancel()
         elif error is not None:
             self.set_exception(error)
         else:
-            self.set_result(self._pending.value)
+            self.set_result(value)
 
     @override
     def result(self, timeout: float | None = None) -> Any:
@@ -92,7 +94,8 @@ class RemoteFuture(Future[Any]):
             return
         self._is_observed = True
         self._link.observe()
-        self._loop.call_at(self._pending.deadline_s, lambda: self._link.expire(self._pending))
+        link, pending = self._link, self._pending  # the timer must not keep the result until the deadline
+        self._loop.call_at(pending.deadline_s, lambda: link.expire(pending))
         if self._pending.is_done:
             self._link.poll()
 

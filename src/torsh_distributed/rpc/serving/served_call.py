@@ -230,6 +230,7 @@ class ServedCall:
             if self._has_ended:
                 return
             self._has_ended = True
+            self._on_cancel.clear()  # a future's own would keep its result until the next collection
         self._sender.forget(self)
         if self._has_begun:
             self.exposed.end()
