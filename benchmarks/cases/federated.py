@@ -1,24 +1,36 @@
-"""Federated training: what secure aggregation sends and takes, beside the plain update of a device."""
+"""Federated training: rounds of a simulation beside Flower's and pfl's, rounds over TLS, secure aggregation."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.federated_tasks import EmptyRounds
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
-from torsh_distributed.federated import ClientUpdate, SecureAggregation
+from tests.bed.world import ROOT
+from torsh_distributed.federated import ClientUpdate, FederatedConfig, RoundServer, SecureAggregation
 from torsh_distributed.federated.deployment.device_messages import pack_update
 from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey
+from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.secure_sum.sum_collector import SumCollector
 from torsh_distributed.federated.privacy.secure_sum.sum_member import SumMember
 from torsh_distributed.federated.privacy.secure_sum.sum_roster import SUM_STEPS, SumContext
+from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
 _NUM_CLIENTS, _NUMEL, _MOST_LOST = 20, 100_000, 7
 _STEPS = ("work", *SUM_STEPS)
+_DEVICES = 10
+_WARM_ROUNDS = 2
 
 
 class _Sum:
@@ -63,6 +75,104 @@ class _Sum:
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
+    if budget.wants("rounds"):
+        yield from _simulated(budget)
+    if budget.wants("devices"):
+        yield from _over_tls(budget)
+    if budget.wants("secure"):
+        yield from _secure(budget)
+
+
+def _run(python: str, module: str, *args: object) -> dict[str, Any]:
+    """What a process of one side prints last."""
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *([str(ROOT / "src")] if python == sys.executable else [])])
+    done = subprocess.run(
+        [python, "-m", f"benchmarks.{module}", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, **quiet, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _simulated(budget: Budget) -> Iterator[Row | Note]:
+    num_rounds = 4 if budget.is_quick else 40
+    sides = {
+        "ours": (sys.executable, "torsh_rounds", num_rounds, 1),
+        "two": (sys.executable, "torsh_rounds", num_rounds, 2),
+    }
+    missing = []
+    for name, module, rounds in (("pfl", "pfl_rounds", num_rounds), ("flwr", "flower_rounds", 3)):
+        python = ROOT / "build" / name / "bin" / "python"
+        if python.exists():
+            sides[name] = (str(python), module, rounds)
+        else:
+            missing.append(name)
+    if missing:
+        yield Note(
+            text=f"Without rows of {' and '.join(missing)}: see `benchmarks/pfl.txt` and `benchmarks/flower.txt`."
+        )
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for turn in range(1 if budget.is_quick else 3):
+        for name, side in sides.items():
+            if name != "flwr" or not turn:
+                found[name].append(_run(*side))
+    rates = {
+        name: Measurement.of([1 / took_s for one in runs for took_s in (one["times"][_WARM_ROUNDS:] or one["times"])])
+        for name, runs in found.items()
+    }
+    names = {"pfl": "pfl", "flwr": "Flower"}
+    rivals = {names[name]: rate for name, rate in rates.items() if name in names}
+    what = "digits, 1,000 clients, 100 a round"
+    yield Row(name=f"{what}, 1 process: rounds", unit=Unit.PER_SECOND, ours=rates["ours"], rivals=rivals)
+    yield Row(name=f"{what}, 2 processes: rounds", unit=Unit.PER_SECOND, ours=rates["two"], rivals=rivals)
+    peaks = {
+        name: Measurement.of([one["peak_bytes"] for one in runs]) for name, runs in found.items() if name != "flwr"
+    }
+    pfl = {"pfl": peaks["pfl"]} if "pfl" in peaks else {}
+    yield Row(name=f"{what}, 1 process: peak memory", unit=Unit.BYTES, ours=peaks["ours"], rivals=pfl)
+    yield Row(name=f"{what}, 2 processes: peak memory", unit=Unit.BYTES, ours=peaks["two"], rivals=pfl)
+    accuracies = ", ".join(f"{name} {runs[0]['accuracy']:.3f}" for name, runs in found.items())
+    yield Note(text=f"rounds: accuracy on all digits after each side's rounds: {accuracies}.")
+
+
+def _over_tls(budget: Budget) -> Iterator[Row]:
+    num_rounds = 5 if budget.is_quick else 50
+    config = FederatedConfig(rounds=num_rounds, clients_per_round=_DEVICES, min_clients=_DEVICES)
+    task = EmptyRounds()
+    replica = ModelVector(task.model())
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        place = Path(folder)
+        file = place / "task.py"
+        file.write_text("from benchmarks.federated_tasks import EmptyRounds\n\nTASK = EmptyRounds()\n")
+        server = RoundServer(
+            config, directory=place / "server", fingerprint=replica.fingerprint, numel=replica.numel, deadline_s=120.0
+        )
+        path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        for index in range(_DEVICES):
+            name = f"d-{index}"
+            options = ["--name", name, "--directory", str(place / name), "--token", server.new_token()]
+            command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "federated", "join"]
+            process = subprocess.Popen(
+                [*command, "{}:{}".format(*server.address), str(file), *options],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+            )
+            stack.callback(process.wait, 30)
+        stack.callback(server.close, is_done=True)  # before the devices are waited for
+        records = RoundLoop(task, config, server).run().rounds
+        server.close(is_done=True)
+    times = [record.duration_s for record in records[_WARM_ROUNDS:]]
+    yield Row(name=f"an empty round over TLS, {_DEVICES} processes", unit=Unit.SECONDS, ours=Measurement.of(times))
+
+
+def _secure(budget: Budget) -> Iterator[Row | Note]:
     with tempfile.TemporaryDirectory() as folder:
         keys = {f"d-{i:02}": DeviceKey.load_or_make(Path(folder) / f"{i}") for i in range(_NUM_CLIENTS)}
         num_samples = 1 if budget.is_quick else 5
@@ -96,9 +206,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Federated training",
-    about=(
-        "A secure sum with all clients and the server in one process: the masked upload beside a plain update in "
-        "float32, what a client computes in a round besides training, and what the server does for all."
-    ),
+    about="""Rounds of 100 of 1,000 virtual clients that each train a small network for an epoch on one or two digits,
+    in processes of each library, in turns; of Flower, which takes seconds for a round, in the first turn only. A round
+    over TLS with ten processes whose training is empty. A secure sum with all clients and the server in one process:
+    the masked upload beside a plain update in float32, what a client computes in a round besides training, and what
+    the server does for all.""",
     rows=_rows,
+    parts=("rounds", "devices", "secure"),
 )
