@@ -100,10 +100,13 @@ def test_a_device_that_leaves_at_any_step_misses_no_more_than_the_round(
         ]
         with running(*devices):
             loop = RoundLoop(real, FiveTask.config, server, directory=None)
-            records = []
-            for _ in range(2):
-                when_all_are_there(server, 5)
-                records.append(loop.run_round())
+            when_all_are_there(server, 5)
+            leaves = server._connected["d-2"]
+            records = [loop.run_round()]
+            with server._changed:  # the server has seen that it left, and it is back
+                assert server._changed.wait_for(lambda: server._connected.get("d-2", leaves) is not leaves, 20)
+            when_all_are_there(server, 5)
+            records.append(loop.run_round())
             server.close(is_done=True)
     assert [record.num_updates for record in records] == [num_updates, 5]
     assert records[0].failures == ({"its connection ended": 1} if num_updates == 4 else {})
