@@ -90,8 +90,9 @@ BROKEN = {
         '[distributed]\nbackend = "glo"\n',
         "2",
         (
-            "FILE: distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device such"
-            " as cpu:gloo,cuda:nccl; got 'glo'\n  got:  key=distributed.backend\n  hint: did you mean gloo?"
+            "FILE: distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, one per device such as"
+            " cpu:gloo,cuda:nccl, or a name that backend_module registers; got 'glo'\n"
+            "  got:  key=distributed.backend\n  hint: did you mean gloo?"
         ),
     ),
     "section that is a value": (
