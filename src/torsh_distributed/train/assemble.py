@@ -46,7 +46,7 @@ from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.loss_kind import check_coupled_samples
 from torsh_distributed.train.parameters.gradient_hooks import GradientHooks
 from torsh_distributed.train.precision import cast_buffers
-from torsh_distributed.train.speed.deferred_logits import DeferredLogits, defer_logits, should_defer
+from torsh_distributed.train.speed.deferred_logits import DeferredHead, DeferredLogits, defer_logits, should_defer
 from torsh_distributed.train.speed.expert_stacks import cast_expert_stacks
 from torsh_distributed.train.speed.float8 import use_float8
 from torsh_distributed.train.speed.suggestions import missing_speedups, suggestion_line
@@ -86,14 +86,7 @@ def parallelize(
         raise BackendNotInitialized("parallelize() needs the process group")
     settings = _settings(chosen, optimizer, has_weights=weights is not None)
     require_same(settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
-    chosen = plan_of_job(model, chosen, optimizer=settings["optimizer"]["class"], example=example)
-    chosen.validate(process_group.world_size())
-    if process_group.rank() == 0:
-        for notice in chosen.notices():
-            _log.warning(notice)
-    chosen = chosen.resolve(process_group.world_size())
-    note_fact("mesh", chosen.mesh.degrees)
-    note_fact("total_steps", chosen.training.steps)
+    chosen = _plan_of_all(model, chosen, settings["optimizer"]["class"], example)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     chosen = _with_recomputation(model, chosen, settings["optimizer"]["class"], example)
@@ -103,22 +96,8 @@ def parallelize(
     hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
     stored = _stored_weights(model, weights, param_init_fn)
     keep_no_cache_in_training(model)
-    cast_buffers(model, chosen.precision)
-    if chosen.precision.dtype == "fp8":
-        use_float8(model, chosen.precision, _device_of(model))
-        if not (chosen.compile.enabled or chosen.precision.fp8_emulate) and process_group.rank() == 0:
-            _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
-    if chosen.precision.dtype in ("bf16", "fp8"):
-        cast_expert_stacks(model)
-    deferred = None
-    if should_defer(model, chosen, _device_of(model)):
-        deferred = defer_logits(model, stops_if_asked=chosen.training.fused_loss == "auto")
-    if chosen.training.gather_for_loss and loss_fn is None:
-        raise ConfigurationError(
-            "training.gather_for_loss needs a loss_fn: a model that computes its loss itself sees its own samples only",
-            hint="return the outputs from the model, and pass loss_fn(outputs, targets) to parallelize()",
-            key="training.gather_for_loss",
-        )
+    _require_separate_loss(chosen, loss_fn)
+    deferred = _prepare_for_speed(model, chosen)
     statistics = sync_batch_norms(model) if chosen.training.sync_batch_norm else None
     comparison = _comparison(model, chosen)
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
@@ -145,19 +124,62 @@ def parallelize(
     engine.settings = {**settings, "data": None}
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
-    if chosen.training.auto_optimize != "off":
-        # Here: what it imports is for jobs that ask for it.
-        from torsh_distributed.train.job_changes.auto_optimization import AutoOptimizationEngine
-
-        engine.auto_optimization = AutoOptimizationEngine(
-            window=chosen.training.auto_optimize_window, allows_lossy=chosen.training.auto_optimize == "lossy"
-        )
+    _let_optimize(engine)
     _suggest(engine)
     if strategy.data_degree * num_passes > 1:
         engine.forward_changes = ForwardChanges(
             strategy.unwrapped, num_passes=num_passes, asks_others=engine.asks_others
         )
     return engine
+
+
+def _plan_of_all(model: nn.Module, plan: Plan, optimizer: str, example: Any) -> Plan:
+    """The plan that all ranks train by, checked against the world, without "auto" in it; rank 0 tells its notices."""
+    plan = plan_of_job(model, plan, optimizer=optimizer, example=example)
+    plan.validate(process_group.world_size())
+    if process_group.rank() == 0:
+        for notice in plan.notices():
+            _log.warning(notice)
+    plan = plan.resolve(process_group.world_size())
+    note_fact("mesh", plan.mesh.degrees)
+    note_fact("total_steps", plan.training.steps)
+    return plan
+
+
+def _require_separate_loss(plan: Plan, loss_fn: LossFn | None) -> None:
+    if plan.training.gather_for_loss and loss_fn is None:
+        raise ConfigurationError(
+            "training.gather_for_loss needs a loss_fn: a model that computes its loss itself sees its own samples only",
+            hint="return the outputs from the model, and pass loss_fn(outputs, targets) to parallelize()",
+            key="training.gather_for_loss",
+        )
+
+
+def _prepare_for_speed(model: nn.Module, plan: Plan) -> DeferredHead | None:
+    """Change the layers that the plan's precision computes otherwise; the deferred head, if there is one."""
+    device = _device_of(model)
+    cast_buffers(model, plan.precision)
+    if plan.precision.dtype == "fp8":
+        use_float8(model, plan.precision, device)
+        if not (plan.compile.enabled or plan.precision.fp8_emulate) and process_group.rank() == 0:
+            _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
+    if plan.precision.dtype in ("bf16", "fp8"):
+        cast_expert_stacks(model)
+    if not should_defer(model, plan, device):
+        return None
+    return defer_logits(model, stops_if_asked=plan.training.fused_loss == "auto")
+
+
+def _let_optimize(engine: Engine) -> None:
+    """Have a running job try advice, if the plan asks for it."""
+    training = engine.plan.training
+    if training.auto_optimize != "off":
+        # Here: what it imports is for jobs that ask for it.
+        from torsh_distributed.train.job_changes.auto_optimization import AutoOptimizationEngine
+
+        engine.auto_optimization = AutoOptimizationEngine(
+            window=training.auto_optimize_window, allows_lossy=training.auto_optimize == "lossy"
+        )
 
 
 def _suggest(engine: Engine) -> None:
