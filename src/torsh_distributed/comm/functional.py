@@ -24,20 +24,20 @@ Group = dist.ProcessGroup | None
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = "sum", *, group: Group = None) -> Tensor:
     """The sum or mean over ranks, on every rank. Backward: the same of the gradients."""
-    out: Tensor = _AllReduce.apply(tensor, _linear(op), resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _DifferentiableAllReduce.apply(tensor, _linear(op), resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def all_gather(tensor: Tensor, *, group: Group = None) -> Tensor:
     """The ranks' rows one after the other, (ranks x rows, …). Backward: each rank gets the sum over its rows."""
-    out: Tensor = _AllGather.apply(tensor, resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _DifferentiableAllGather.apply(tensor, resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = "sum", *, group: Group = None) -> Tensor:
     """This rank's rows of the sum or mean over ranks, (rows / ranks, …). Backward: the gradients are gathered."""
     chosen, whole = resolve_group(group), _linear(op)
-    out: Tensor = _ReduceScatter.apply(tensor, chosen)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _DifferentiableReduceScatter.apply(tensor, chosen)  # type: ignore[no-untyped-call]  # untyped in torch
     return out / chosen.size() if whole is ReduceOp.MEAN else out
 
 
@@ -50,7 +50,7 @@ def all_to_all(
 ) -> Tensor:
     """Rows exchanged between all ranks, as `all_to_all_single`. Backward: the gradients go the way back."""
     splits = [None if sizes is None else list(sizes) for sizes in (input_splits, output_splits)]
-    out: Tensor = _AllToAll.apply(tensor, *splits, resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _DifferentiableAllToAll.apply(tensor, *splits, resolve_group(group))  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
@@ -73,7 +73,7 @@ def _linear(op: ReduceOp | str) -> ReduceOp:
     return parsed
 
 
-class _AllReduce(torch.autograd.Function):
+class _DifferentiableAllReduce(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor, op: ReduceOp, group: dist.ProcessGroup) -> Tensor:
@@ -86,7 +86,7 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce(grad, ctx.op, group=ctx.group), None, None
 
 
-class _AllGather(torch.autograd.Function):
+class _DifferentiableAllGather(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -99,7 +99,7 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter(grad, group=ctx.group), None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _DifferentiableReduceScatter(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,7 +112,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, group=ctx.group), None
 
 
-class _AllToAll(torch.autograd.Function):
+class _DifferentiableAllToAll(torch.autograd.Function):
     @staticmethod
     @override
     def forward(

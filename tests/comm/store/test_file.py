@@ -105,7 +105,7 @@ def test_expired_and_deleted_keys_leave_the_file(tmp_path: Path) -> None:
     path = tmp_path / "job.store"
     with open_store(path.as_uri()) as store:
         for index in range(60):
-            store.set(f"lease/{index}", b"x" * 50_000, ttl_s=0.001)
+            store.set(f"lease/{index}", b"x" * 50_000, ttl_s=1e-6)
             store.set(f"gone/{index}", b"x" * 50_000)
             store.delete(f"gone/{index}")
     assert path.stat().st_size < 2**20

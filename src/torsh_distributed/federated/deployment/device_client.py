@@ -48,7 +48,7 @@ from torsh_distributed.private_files import open_private
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _FIND_S = 3.0
-"""Then it is looked for anew: answers that are older than a server that has moved are forgotten."""
+"""Then it is looked for again: answers that are older than a server that has moved are forgotten."""
 _MOST_OTHER_BYTES = 1 << 22
 """Of a message besides its vectors: the keys of all clients of a secure sum."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -70,7 +70,7 @@ class DeviceClient:
         peers: Mapping[str, bytes] | None = None,
         is_metered: Callable[[], bool] | None = None,
     ) -> None:
-        """`address`: None finds the server on the local network, anew each time that the device joins.
+        """`address`: None finds the server on the local network, each time that the device joins.
 
         `give_up_s`: how long the server may be away before `run` ends with an error.
 

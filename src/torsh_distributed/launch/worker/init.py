@@ -42,7 +42,7 @@ def init(
 
     Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, PBS, or RANK and WORLD_SIZE; with none of them
     the world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
-    `backend` is one of ours, of torch's, or one that another package has registered with torch. `init_method` is where
+    `backend` is ours, torch's, or one that another package has registered with torch. `init_method` is where
     ranks meet, as in torch: the launcher's address, `tcp://host:port` or `file:///path`. `device_id` is the device of
     this rank, instead of the GPU of its local rank; the group is bound to it.
     Returns the place that was found and where it was found.
