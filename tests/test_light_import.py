@@ -117,11 +117,12 @@ def test_metrics_are_ready_before_torch_is_imported() -> None:
     assert done.returncode == 0
 
 
-def test_training_imports_no_pipelines_and_no_compiler() -> None:
-    """Both cost a second, in every rank of every job."""
+def test_training_imports_no_pipelines_no_compiler_no_offload_and_no_tables() -> None:
+    """The first two cost a second, in every rank of every job, the others a tenth."""
     code = (
         "import sys, torsh_distributed as td; td.parallelize;"
-        " sys.exit(' '.join({'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
+        " unused = {'torch._dynamo', 'torch.distributed.pipelining', 'rich', 'torsh_distributed.parallel.offload'};"
+        " sys.exit(' '.join(unused & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == "\n"

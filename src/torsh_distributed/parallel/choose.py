@@ -16,11 +16,8 @@ from torsh_distributed.parallel.expert.choose import expert_strategy, load_sprea
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
-from torsh_distributed.parallel.offload.disk_activations import activations_to_disk
-from torsh_distributed.parallel.offload.shards.offloaded_shards import shard_keeper
-from torsh_distributed.parallel.offload.shards.shard_offload_strategy import ShardedOffload
-from torsh_distributed.parallel.offload.state_offload import paged_strategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded.shard_keeper import ShardKeeper
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
@@ -72,6 +69,9 @@ def strategy_for(
     if kind == "alone":
         return LoneReplicas(model)
     if kind == "paged":
+        # Here, not above, as whatever few plans ask for.
+        from torsh_distributed.parallel.offload.state_offload import paged_strategy
+
         return paged_strategy(model, plan)
     if kind == "replicated":
         # Others write into a replica during a divided update: if one of them dies in it, the replica is neither the
@@ -82,8 +82,26 @@ def strategy_for(
     mesh = Mesh(plan.mesh, device_type=device.type)
     if kind == "sharded_optimizer":
         return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh, **gradient_options(plan))
-    keeper = shard_keeper(plan.offload, device) if offloads_shards(plan) else None
-    wrapped = FullyShardedDataParallel(
+    if not offloads_shards(plan):
+        return Sharded(_sharded_module(model, plan, mesh, param_init_fn=param_init_fn, weights=weights))
+    from torsh_distributed.parallel.offload.shards.offloaded_shards import shard_keeper
+    from torsh_distributed.parallel.offload.shards.shard_offload_strategy import ShardedOffload
+
+    keeper = shard_keeper(plan.offload, device)
+    wrapped = _sharded_module(model, plan, mesh, param_init_fn=param_init_fn, weights=weights, keeper=keeper)
+    return ShardedOffload(wrapped, keeper)
+
+
+def _sharded_module(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    param_init_fn: ParamInit | None,
+    weights: ModelWeights | None,
+    keeper: ShardKeeper | None = None,
+) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
         model,
         plan.fsdp,
         mesh=mesh,
@@ -95,7 +113,6 @@ def strategy_for(
         compression=plan.compress,
         keeper=keeper,
     )
-    return Sharded(wrapped) if keeper is None else ShardedOffload(wrapped, keeper)
 
 
 def _accumulating(plan: Plan, *, is_offloaded: bool) -> PrecisionConfig:
@@ -143,4 +160,7 @@ def _prepare_layers(model: nn.Module, plan: Plan) -> None:
     classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
     layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
     compile_and_checkpoint(model, plan.compile, plan.activation, layers=layers, group=dist.group.WORLD)
-    activations_to_disk(model, plan.activation)
+    if plan.activation.disk_dir is not None:
+        from torsh_distributed.parallel.offload.disk_activations import activations_to_disk
+
+        activations_to_disk(model, plan.activation)

@@ -28,7 +28,7 @@ from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
-from torsh_distributed.parallel.offload.state_offload import offloaded_optimizer
+from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.torch_internals import tree_flatten
 from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
@@ -101,13 +101,7 @@ def parallelize(
     statistics = sync_batch_norms(model) if chosen.training.sync_batch_norm else None
     comparison = _comparison(model, chosen)
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
-    made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
-    refuse_closures(made)
-    if isinstance(strategy, LoneReplicas):
-        # Here, not above: what calls servers is for few plans.
-        from torsh_distributed.train.optimizers.served_plan import keep_together
-
-        made = keep_together(strategy, made, chosen)
+    made = _placed(optimizer_for(strategy.unwrapped), strategy, chosen)
     strategy.bind(made)
     if deferred is not None:
         made.register_step_post_hook(deferred.note_update)
@@ -168,6 +162,21 @@ def _prepare_for_speed(model: nn.Module, plan: Plan) -> DeferredHead | None:
     if not should_defer(model, plan, device):
         return None
     return defer_logits(model, stops_if_asked=plan.training.fused_loss == "auto")
+
+
+def _placed(optimizer: Optimizer, strategy: Strategy, plan: Plan) -> Optimizer:
+    """The optimizer with its state where the plan wants it: on the device, off it, or on servers."""
+    # Imported here, not above: offloading and servers are for few plans.
+    if plan.offload.enabled:
+        from torsh_distributed.parallel.offload.state_offload import offloaded_optimizer
+
+        optimizer = offloaded_optimizer(strategy, optimizer, plan)
+    refuse_closures(optimizer)
+    if isinstance(strategy, LoneReplicas):
+        from torsh_distributed.train.optimizers.served_plan import keep_together
+
+        optimizer = keep_together(strategy, optimizer, plan)
+    return optimizer
 
 
 def _let_optimize(engine: Engine) -> None:

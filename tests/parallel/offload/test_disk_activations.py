@@ -75,9 +75,7 @@ def test_what_exceeds_the_budget_is_refused_and_nothing_stays(tmp_path: Path) ->
         net(torch.randn(ROWS, WIDTH))
 
 
-def test_without_a_directory_nothing_changes() -> None:
-    net = model()
-    assert activations_to_disk(net, ActivationConfig()) is None
+def test_activations_go_to_one_place() -> None:
     with pytest.raises(ConfigurationError, match="exclude each other"):
         Plan.from_dict({"activation": {"offload_to_cpu": True, "disk_dir": "x"}})
 

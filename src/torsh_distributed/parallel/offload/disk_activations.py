@@ -93,10 +93,8 @@ class _SavedActivation:
         return self.allocation.tensor.view(self.dtype).view(self.shape)
 
 
-def activations_to_disk(model: nn.Module, config: ActivationConfig) -> DiskActivations | None:
-    """Let the model save its activations in a file, in place; None if the plan names no directory."""
-    if config.disk_dir is None:
-        return None
+def activations_to_disk(model: nn.Module, config: ActivationConfig) -> DiskActivations:
+    """Let the model save its activations in a file in `config.disk_dir`, in place."""
     made = DiskActivations(model, config)
     model.forward = made
     return made

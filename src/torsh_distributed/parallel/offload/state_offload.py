@@ -109,9 +109,7 @@ def paged_strategy(model: nn.Module, plan: Plan) -> PagedDataParallel:
 
 
 def offloaded_optimizer(strategy: Strategy, optimizer: Optimizer, plan: Plan) -> Optimizer:
-    """The optimizer to train with: the one given, or one whose state is where the plan wants it."""
-    if not plan.offload.enabled:
-        return optimizer
+    """The optimizer to train with: one whose state is where the plan wants it."""
     if isinstance(strategy, PagedDataParallel | ShardedOffload):
         return strategy.offload_optimizer(optimizer)
     return StateOffload(strategy.unwrapped, optimizer, plan.offload).optimizer

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _MUCH_WAITING, _MUCH_BUBBLE, _MUCH_TENSOR, _MUCH_DATA = 0.3, 0.3, 0.2, 0.1
 """Shares of a step above which a part is reported as a finding."""
@@ -149,6 +150,8 @@ class EfficiencyReport:
 
     def table(self) -> Table:
         """A table for people: the mean parts of a step, and the rank that spends most on each."""
+        from rich.table import Table  # here: ranks that show no table do not import it
+
         mean = self.mean
         title = (
             f"{mean.step_s * 1e3:.1f} ms a step, parallel efficiency {self.efficiency:.0%}"
