@@ -4,18 +4,21 @@ The flight recorder keeps what is under way, and a thread's stack shows whether 
 this package is imported, so it imports only the standard library; the recorder is found once it is loaded.
 
 Threads: `look` and the answers to the launcher run on the line's thread, while the threads that they look at go on;
-`history` and the last `status` on the thread that raised or ends. No lock is taken here, because a thread that is stuck
-may hold it. So everything that others change is copied in one call first (`list(recorder)`, `sys._current_frames`), and
+`history` and the last `status` on the thread that raised or ends. No lock of others is taken here, because a thread
+that is stuck may hold it. So everything that others change is copied in one call first (`list(recorder)`, `frames_now`), and
 may be out of date by the next line: a frame may have returned, an operation ended. At worst one look is wrong; a wait
 is told of after `_SHORTEST_WAIT_S`, which is longer than the pause between two looks.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -45,6 +48,37 @@ _MAX_STACK_LINES = 24
 _MAX_THREADS = 6
 _BY_TORCH = " (by torch)"
 _BACKWARD = "_engine_run_backward"
+
+
+_collection = threading.RLock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage in here.
+
+    `sys._current_frames` and `_current_exceptions` make objects while they hold the lock of Python's list of threads.
+    If that starts a collection, and a `threading.local` that dies in it asks for the same lock, the process
+    hangs with the GIL held (python/cpython#106883, seen on 3.11): no thread of it ever runs again.
+    """
+    # Two threads must not take each other's switch for the user's. A fork may have left the lock held: then the risk of
+    # a collection is smaller than that of waiting.
+    is_mine = _collection.acquire(timeout=1.0)
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+        if is_mine:
+            _collection.release()
+
+
+def frames_now() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's number."""
+    with _no_collection():
+        return sys._current_frames()
 
 
 class OperationWatch:
@@ -131,7 +165,7 @@ def _waiting_frame() -> tuple[FrameType, FrameType, FrameType | None] | None:
 
     A thread of the backends' own has no caller outside them: it serves, it does not wait.
     """
-    for number, innermost in sys._current_frames().items():
+    for number, innermost in frames_now().items():
         if number == threading.get_ident():
             continue
         frame: FrameType | None = innermost
@@ -152,7 +186,7 @@ def _waiting_frame() -> tuple[FrameType, FrameType, FrameType | None] | None:
 
 def _backward_frame() -> tuple[FrameType, FrameType, FrameType | None] | None:
     """The main thread inside torch's backward pass, where C++ waits for gradients that other ranks have to send."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frames_now().get(threading.main_thread().ident or 0)
     if frame is None or frame.f_code.co_name != _BACKWARD:
         return None
     user: FrameType | None = frame
@@ -336,13 +370,14 @@ def _short(site: str | None) -> str | None:
 
 def stack_of_main() -> list[str]:
     """Where the main thread is, outermost first, library frames folded."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frames_now().get(threading.main_thread().ident or 0)
     return folded(places_of(frame))[-_MAX_STACK_LINES:]
 
 
 def _exception_in_hand() -> str | None:
     """`ValueError: bad batch (train.py:12 in step)`: the exception in whose `except` block the main thread is."""
-    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    with _no_collection():
+        found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives (type, value, traceback)
     if not isinstance(error, BaseException):
         return None
@@ -353,7 +388,7 @@ def _exception_in_hand() -> str | None:
 def _other_threads() -> list[str]:
     """`loader: data.py:40 in fetch`: where the user's other threads are; those of libraries alone are left out."""
     found = []
-    frames = sys._current_frames()
+    frames = frames_now()
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if thread is threading.main_thread() or thread.ident == threading.get_ident() or frame is None:
