@@ -5,9 +5,9 @@ this package is imported, so it imports only the standard library; the recorder 
 
 Threads: `look` and the answers to the launcher run on the line's thread, while the threads that they look at go on;
 `history` and the last `status` on the thread that raised or ends. No lock of others is taken here, because a thread
-that is stuck may hold it. So everything that others change is copied in one call first (`list(recorder)`, `frames_now`), and
-may be out of date by the next line: a frame may have returned, an operation ended. At worst one look is wrong; a wait
-is told of after `_SHORTEST_WAIT_S`, which is longer than the pause between two looks.
+that is stuck may hold it. So everything that others change is copied in one call first (`list(recorder)`,
+`frames_now`), and may be out of date by the next line: a frame may have returned, an operation ended. At worst one look
+is wrong; a wait is told of after `_SHORTEST_WAIT_S`, which is longer than the pause between two looks.
 """
 
 from __future__ import annotations
