@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.app import app
-from torsh_distributed.errors import ConfigurationError, IoError, TorshError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, IoError, TorshError
 from torsh_distributed.plan import Plan
 
 CONFIG: dict[str, Any] = {
@@ -91,6 +91,11 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
         run("checkpoint", tmp_path, tmp_path / "out")
     with pytest.raises(TorshError, match="is not a format"):
         run("checkpoint", tmp_path, tmp_path / "out", "--weights", "gguf")
+
+
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing_and_not_of_one_library(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"no file or directory .*none\.pt"):
+        run("checkpoint", tmp_path / "none.pt", tmp_path / "out")
 
 
 def test_a_checkpoint_of_torch_becomes_one_of_ours_or_weights(tmp_path: Path) -> None:

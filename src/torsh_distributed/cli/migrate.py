@@ -148,6 +148,11 @@ def checkpoint(
 
     if weights not in (None, "safetensors", "bin"):
         raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")
+    if not source.exists():
+        raise InvalidArgument(
+            f"there is no file or directory {source}",
+            hint="name a file of torch.save, or a directory of torch's or DeepSpeed's checkpoints",
+        )
     saved = open_any_checkpoint(source, tag, weights_only=weights is not None, model_key=model_key, inert=inert or ())
     if weights is None:
         typer.echo(f"wrote {foreign_state.keep_foreign(saved, out)}")
