@@ -184,5 +184,5 @@ def test_a_feed_that_is_down_or_answers_nonsense_is_said_once_and_gives_nothing(
 
 
 def test_a_feed_that_does_not_go_with_the_zone_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="does not go with zone 'DE'"):
+    with pytest.raises(InvalidArgument, match="needs the zone GB"):
         make_feed("gb", zone="DE", file=None, url=None, g_per_kwh=None)

@@ -43,7 +43,7 @@ def test_the_command_says_when_to_run_and_what_it_saves(tmp_path: Path) -> None:
     assert window["renewable_share"] is None, "the file does not tell it"
     late = torsh("green", "when", "--file", str(trace), "--deadline", "2h", "--hours", "4")
     assert late.returncode == 1
-    assert "the job takes 4.0 h with 1 workers and the deadline is in 2.0 h" in late.stderr
+    assert "the job takes 4.0 h with 1 worker and the deadline is in 2.0 h" in late.stderr
 
 
 def test_a_feed_that_is_down_is_said_with_what_to_do() -> None:
@@ -53,6 +53,36 @@ def test_a_feed_that_is_down_is_said_with_what_to_do() -> None:
     with pytest.raises(CommunicationError, match="cannot be reached") as caught:
         recommend(JobShape(work_h=4.0), feed, now=NOW, until=NOW + 86400)
     assert "--file" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_understood_is_named_in_one_sentence(tmp_path: Path) -> None:
+    def asked(name: str) -> None:
+        feed = make_feed("file", zone=None, file=str(tmp_path / name), url=None, g_per_kwh=None)
+        recommend(JobShape(work_h=4.0), feed, now=NOW, until=NOW + 86400)
+
+    with pytest.raises(InvalidArgument, match=r"none\.csv cannot be read: No such file"):
+        asked("none.csv")
+    (tmp_path / "odd.csv").write_text("time,g_per_kwh\nyesterday,100\n")
+    with pytest.raises(InvalidArgument, match="this is no time") as caught:
+        asked("odd.csv")
+    assert str(caught.value).count("hint:") == 1
+    assert "line=2" in str(caught.value)
+    (tmp_path / "percent.csv").write_text("time,g_per_kwh,renewable_share\n2026-11-18T16:00Z,100,45\n")
+    with pytest.raises(InvalidArgument, match="from 0 to 1, not 45"):
+        asked("percent.csv")
+
+
+def test_values_that_cannot_be_true_are_counted_in_the_answer(tmp_path: Path) -> None:
+    begin = NOW - NOW % 3600
+    rows = [(begin + 3600 * hour, 1e9 if hour == 5 else 200) for hour in range(30)]
+    lines = [f"{datetime.fromtimestamp(start, UTC).isoformat()},{grams}" for start, grams in rows]
+    (tmp_path / "trace.csv").write_text("time,g_per_kwh\n" + "\n".join(lines) + "\n")
+    feed = make_feed("file", zone=None, file=str(tmp_path / "trace.csv"), url=None, g_per_kwh=None)
+    found = recommend(JobShape(work_h=2.0), feed, now=begin + 60, until=begin + 4 * 3600)
+    assert "cannot be true and are left out: 1" in found.in_words()
+    (tmp_path / "trace.csv").write_text("time,g_per_kwh\n" + lines[5] + "\n")
+    with pytest.raises(InvalidArgument, match="left out as impossible: 1"):
+        recommend(JobShape(work_h=2.0), feed, now=begin + 6 * 3600, until=begin + 9 * 3600)
 
 
 def test_a_deadline_in_the_past_is_refused_by_both_commands_before_anything_starts(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import csv
 import difflib
+import io
 import json
 import urllib.error
 import urllib.parse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torsh_distributed import known_variables
-from torsh_distributed.errors import InvalidArgument, missing_extra
+from torsh_distributed.errors import InvalidArgument, first_line, missing_extra
 from torsh_distributed.green.carbon.intensity import Basis, Intensity, read_time
 from torsh_distributed.green.meters.load_estimate import library_file
 
@@ -27,6 +28,14 @@ _MAX_ANSWER_BYTES = 1 << 23
 _HALF_HOUR_S = 1800.0
 _HOUR_S = 3600.0
 _G_PER_KWH_OF_LB_PER_MWH = 0.45359237
+_NEEDS = {
+    "gb": "the zone GB, or none",
+    "electricity_maps": "a zone, such as DE",
+    "watttime": "a zone, such as CAISO_NORTH",
+    "file": "a file",
+    "country": "a zone: a name or code, such as DEU",
+    "fixed": "a number",
+}
 _MIX = "codecarbon/data/private_infra/global_energy_mix.json"
 
 
@@ -53,7 +62,14 @@ class FileFeed:
 
     def fetch(self, now: float) -> list[Intensity]:
         """The whole file."""
-        with self._path.open(newline="", encoding="utf-8") as file:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(
+                f"the file of intensities {self._path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}",
+                hint="give a CSV file with the columns time and g_per_kwh",
+            ) from error
+        with io.StringIO(text, newline="") as file:
             reader = csv.DictReader(file)
             if reader.fieldnames is None or not {"time", "g_per_kwh"} <= set(reader.fieldnames):
                 raise InvalidArgument(
@@ -62,18 +78,33 @@ class FileFeed:
                     file=str(self._path),
                 )
             try:
-                rows = [(read_time(row["time"]), float(row["g_per_kwh"]), row.get("renewable_share")) for row in reader]
-            except (TypeError, ValueError) as error:
+                rows = [(read_time(row["time"]), float(row["g_per_kwh"]), _share_of(row)) for row in reader]
+            except (TypeError, ValueError, csv.Error) as error:
                 raise InvalidArgument(
-                    "a row of this file of intensities is not understood", file=str(self._path), reason=str(error)
+                    "a row of this file of intensities is not understood",
+                    hint="a row is such as 2026-11-18T16:00Z,212.5",
+                    file=str(self._path),
+                    line=reader.line_num,
+                    reason=first_line(error),
                 ) from error
         rows.sort(key=lambda row: row[0])
         last_s = rows[-1][0] - rows[-2][0] if len(rows) > 1 else _HOUR_S
         ends = [row[0] for row in rows[1:]] + [rows[-1][0] + last_s] if rows else []
         return [
-            Intensity(value, start, end, "average", "given", "file", self._zone, float(share) if share else None)
+            Intensity(value, start, end, "average", "given", "file", self._zone, share)
             for (start, value, share), end in zip(rows, ends, strict=True)
         ]
+
+
+def _share_of(row: Mapping[str, Any]) -> float | None:
+    """The renewable share of a row of a file, if it has one."""
+    text = row.get("renewable_share")
+    if not text:
+        return None
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise ValueError(f"a renewable share is from 0 to 1, not {share:g}")
+    return share
 
 
 class FixedFeed:
@@ -252,7 +283,7 @@ def _rows(answer: Mapping[str, Any], name: str, url: str) -> list[Mapping[str, A
 def make_feed(
     source: str, *, zone: str | None, file: str | None, url: str | None, g_per_kwh: float | None
 ) -> CarbonFeed:
-    """The feed that a plan or a command line names."""
+    """The feed that a plan or a command line names; raises InvalidArgument for one that there is not."""
     match source:
         case "fixed" if g_per_kwh is not None:
             return FixedFeed(g_per_kwh, zone or "given")
@@ -266,7 +297,10 @@ def make_feed(
             return WattTimeFeed(zone, url)
         case "country" if zone is not None:
             return CountryFeed(zone)
+    if source not in _NEEDS:
+        raise InvalidArgument(f"there is no feed {source!r}", hint=f"the feeds are {', '.join(_NEEDS)}")
     raise InvalidArgument(
-        f"the feed {source!r} does not go with zone {zone!r}",
-        hint="gb is for the zone GB; file needs a file, fixed a number, the others a zone",
+        f"the feed {source!r} needs {_NEEDS[source]}",
+        hint="other grids than Great Britain's: electricity_maps or watttime, or a file of your own",
+        zone=zone,
     )

@@ -48,6 +48,8 @@ class RunTimes:
     current: Intensity
     known_until: float
     until: float
+    num_absurd: int = 0
+    """Values of the feed that cannot be true: they are left out."""
 
     @property
     def saved_grams(self) -> float:
@@ -72,6 +74,7 @@ class RunTimes:
             "zone": self.current.zone,
             "signal": self.current.signal,
             "forecast_until": _clock(self.known_until),
+            "num_absurd": self.num_absurd,
         }
 
     def _window(self, start: float, end: float, workers: int) -> dict[str, Any]:
@@ -98,7 +101,7 @@ class RunTimes:
             )
         ]
         lines += [
-            f"train from {row['start']} to {row['end']} with {row['workers']} workers, {row['g_per_kwh']:.0f} g/kWh"
+            f"train from {row['start']} to {row['end']} with {_workers(row['workers'])}, {row['g_per_kwh']:.0f} g/kWh"
             + ("" if row["renewable_share"] is None else f", {row['renewable_share']:.0%} renewable")
             for row in told["windows"]
         ]
@@ -110,6 +113,8 @@ class RunTimes:
             lines.append(
                 f"the feed forecasts until {told['forecast_until']}; then the same hour of the day before stands in"
             )
+        if self.num_absurd:
+            lines.append(f"values of the feed that cannot be true and are left out: {self.num_absurd}")
         return "\n".join(lines)
 
 
@@ -126,19 +131,32 @@ def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> R
         ) from error
     current = series.at(now)
     if current is None:
-        raise InvalidArgument("the feed has no intensity for now", hint="is the file or the feed up to date?")
+        absurd = f"; left out as impossible: {series.num_absurd}" if series.num_absurd else ""
+        raise InvalidArgument(f"the feed has no intensity for now{absurd}", hint="is the file or the feed up to date?")
     slots, known_until = slots_ahead(series, now=now, until=until)
     at_once = run_now(job, slots)
     if at_once.done_at is None:
         need_h = job.work_h / job.speeds[-1]
         raise InvalidArgument(
-            f"the job takes {need_h:.1f} h with {job.max_workers} workers and the deadline is in "
+            f"the job takes {need_h:.1f} h with {_workers(job.max_workers)} and the deadline is in "
             f"{(until - now) / 3600:.1f} h",
             hint="give a later deadline or more workers",
         )
     plan = min(allocate(job, slots), at_once, key=lambda one: one.grams)
     action = action_now(plan, max_workers=job.max_workers, has_begun=False)
-    return RunTimes(action=action, plan=plan, now=at_once, current=current, known_until=known_until, until=until)
+    return RunTimes(
+        action=action,
+        plan=plan,
+        now=at_once,
+        current=current,
+        known_until=known_until,
+        until=until,
+        num_absurd=series.num_absurd,
+    )
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'' if number == 1 else 's'}"
 
 
 def _clock(time: float | None) -> str | None:
