@@ -1,5 +1,6 @@
 /* A stand-in for NVIDIA's driver library: GPUs whose numbers are files in the directory NVML_STAND_IN.
-   energy-N and limit-N in mJ and mW, busy-N with a number of processes; a file `locked` refuses changes of limits. */
+   energy-N and limit-N in mJ and mW, busy-N with a number of processes, or processes-N with a line `pid use` for each;
+   celsius-N and use-N, where it tells them; a file `locked` refuses changes of limits. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,9 +48,44 @@ int nvmlDeviceSetPowerManagementLimit(device *one, unsigned mw) {
     return rename(renamed, path) ? 999 : 0;
 }
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu, compute; } process;
+typedef struct { unsigned pid; unsigned long long time; unsigned sm, memory, encoder, decoder; } process_use;
+
+/* Lines of `pid use` in processes-N; at most 32. */
+static unsigned processes(int index, unsigned *pids, unsigned *uses) {
+    char path[512];
+    unsigned count = 0;
+    FILE *file = fopen(place(path, "processes", index), "r");
+    if (!file) return 0;
+    while (count < 32 && fscanf(file, "%u %u", &pids[count], &uses[count]) == 2) count++;
+    fclose(file);
+    return count;
+}
 int nvmlDeviceGetComputeRunningProcesses_v3(device *one, unsigned *count, process *found) {
-    unsigned present = (unsigned)number("busy", one->index, 0);
+    unsigned pids[32], uses[32], named = processes(one->index, pids, uses);
+    unsigned present = named ? named : (unsigned)number("busy", one->index, 0);
     if (*count < present) { *count = present; return present ? 7 : 0; }
     if (found) memset(found, 0, present * sizeof *found);
+    for (unsigned at = 0; found && at < named; at++) found[at].pid = pids[at];
     *count = present; return 0;
+}
+int nvmlDeviceGetProcessUtilization(device *one, process_use *found, unsigned *count, unsigned long long since) {
+    unsigned pids[32], uses[32], present = processes(one->index, pids, uses);
+    if (!present) return 6;
+    if (!found || *count < present) { *count = present; return 7; }
+    memset(found, 0, present * sizeof *found);
+    for (unsigned at = 0; at < present; at++) {
+        found[at].pid = pids[at]; found[at].sm = uses[at]; found[at].time = since + 1;
+    }
+    *count = present; return 0;
+}
+int nvmlDeviceGetTemperature(device *one, unsigned sensor, unsigned *celsius) {
+    long long value = number("celsius", one->index, -1);
+    if (value < 0) return 3;
+    *celsius = (unsigned)value; return 0;
+}
+typedef struct { unsigned gpu, memory; } use_rates;
+int nvmlDeviceGetUtilizationRates(device *one, use_rates *use) {
+    long long value = number("use", one->index, -1);
+    if (value < 0) return 3;
+    use->gpu = (unsigned)value; use->memory = 0; return 0;
 }

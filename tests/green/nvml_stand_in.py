@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ class StandIn:
         partial = self.numbers / f"{name}.new"
         partial.write_text(f"{number}\n")
         partial.replace(self.numbers / name)
+
+    def write_processes(self, index: int, uses: Mapping[int, int]) -> None:
+        """Percent of the computing time by process."""
+        partial = self.numbers / "processes.new"
+        partial.write_text("".join(f"{pid} {use}\n" for pid, use in uses.items()))
+        partial.replace(self.numbers / f"processes-{index}")
 
     def read(self, name: str) -> int:
         return int((self.numbers / name).read_text())

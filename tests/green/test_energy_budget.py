@@ -37,6 +37,24 @@ def test_an_epoch_has_a_budget_of_its_own_and_co2_is_counted_at_each_intervals_i
     assert EnergyBudget.wanted(GreenConfig()) is None
 
 
+def test_the_co2_of_an_epoch_has_a_budget_that_begins_again_with_the_next() -> None:
+    budget = EnergyBudget.wanted(GreenConfig(max_epoch_co2_kg=0.5, carbon="gb", on_budget="stop"))
+    assert budget is not None
+    assert [action for action, _ in budget.take(interval(3.6e6, 450.0))] == ["warn"]
+    budget.begin_epoch(1)
+    (news,) = budget.take_news()
+    assert (news.name, news.spent, news.action) == ("CO2 of this epoch", 0.0, "ok")
+    assert budget.take(interval(3.6e6, 300.0)) == []
+    later = EnergyBudget(GreenConfig(max_epoch_co2_kg=0.5, carbon="gb", on_budget="stop"), budget.to_dict())
+    assert [action for action, _ in later.take(interval(3.6e6, 300.0))] == ["stop"]
+
+
+def test_what_an_earlier_version_wrote_down_counts_on() -> None:
+    kept = {"spent": {"energy": 0.9, "energy of this epoch": 0.1, "CO2": 0.0}, "epoch": 2}
+    budget = EnergyBudget(GreenConfig(max_kwh=1.0), kept)
+    assert [action for action, _ in budget.take(interval(3.6e6 * 0.05))] == ["warn"]
+
+
 def test_what_a_feed_needs_is_said_before_the_run() -> None:
     for values, match in (
         ({"carbon": "file"}, "needs green.carbon_file"),
@@ -44,6 +62,7 @@ def test_what_a_feed_needs_is_said_before_the_run() -> None:
         ({"carbon": "gb", "zone": "FR"}, "GB alone"),
         ({"g_per_kwh": 3.0}, "no effect"),
         ({"max_co2_kg": 1.0}, "needs a carbon intensity"),
+        ({"max_epoch_co2_kg": 1.0}, "needs a carbon intensity"),
     ):
         with pytest.raises(ConfigurationError, match=match):
             GreenConfig(**values)

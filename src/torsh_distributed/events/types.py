@@ -210,6 +210,15 @@ class EnergyEvent(Event):
     """Carbon intensity of the grid in the interval; None if it is not known."""
     detail: str | None = None
     """How an estimate is made, or why a meter could not be read."""
+    epoch: int | None = None
+    """The epoch that ranks of the node were in, from 0; None where nobody told."""
+    utilization: float | None = None
+    """Share of time in which the device computed, from 0 to 1; None where it does not tell."""
+    celsius: float | None = None
+    num_others: int = 0
+    """Processes of other jobs that compute on the device: their energy is in `joules`."""
+    own_share: float | None = None
+    """This job's part of the device's computing time beside them; None where the driver does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +273,7 @@ class BudgetEvent(Event):
     kind: ClassVar[str] = "budget"
 
     name: str
-    """energy, energy of this epoch or CO2."""
+    """energy or CO2, of all or `of this epoch`."""
     spent: float
     limit: float
     unit: str

@@ -24,19 +24,22 @@ class EnergyBudget:
             "energy": (config.max_kwh, "kWh"),
             "energy of this epoch": (config.max_epoch_kwh, "kWh"),
             "CO2": (config.max_co2_kg, "kg"),
+            "CO2 of this epoch": (config.max_epoch_co2_kg, "kg"),
         }
         self._spent = dict.fromkeys(self._limits, 0.0)
         self._said: dict[str, int] = {}
         self._shown: dict[str, tuple[int, str]] = {}
         self._epoch = 0
         if kept is not None:
-            self._spent |= {name: float(kept["spent"][name]) for name in self._spent}
+            # What an earlier version did not count is not in it.
+            self._spent |= {name: float(kept["spent"].get(name, 0.0)) for name in self._spent}
             self._epoch = int(kept["epoch"])
 
     @classmethod
     def wanted(cls, config: GreenConfig, kept: Mapping[str, Any] | None = None) -> EnergyBudget | None:
         """That of a plan; None if it has none. Raises KeyError, TypeError or ValueError if `kept` is damaged."""
-        return cls(config, kept) if any((config.max_kwh, config.max_epoch_kwh, config.max_co2_kg)) else None
+        limits = (config.max_kwh, config.max_epoch_kwh, config.max_co2_kg, config.max_epoch_co2_kg)
+        return cls(config, kept) if any(limits) else None
 
     def to_dict(self) -> dict[str, Any]:
         """What a later launcher of the run counts on from."""
@@ -60,15 +63,18 @@ class EnergyBudget:
         """A rank tells the epoch that it is in."""
         if epoch != self._epoch:
             self._epoch = epoch
-            self._spent["energy of this epoch"] = 0.0
-            self._said.pop("energy of this epoch", None)
+            for name in ("energy of this epoch", "CO2 of this epoch"):
+                self._spent[name] = 0.0
+                self._said.pop(name, None)
 
     def take(self, event: EnergyEvent) -> list[tuple[str, str]]:
         """Add a reading: (warn, slow or stop; the sentence with the numbers) for each limit that it reaches."""
         kwh = event.joules / _J_PER_KWH
         self._spent["energy"] += kwh
         self._spent["energy of this epoch"] += kwh
-        self._spent["CO2"] += kwh * (event.g_per_kwh or 0.0) / 1e3
+        kg = kwh * (event.g_per_kwh or 0.0) / 1e3
+        self._spent["CO2"] += kg
+        self._spent["CO2 of this epoch"] += kg
         found: list[tuple[str, str]] = []
         for name, (limit, unit) in self._limits.items():
             if limit is None:

@@ -40,13 +40,17 @@ class JobMeter:
         visible_gpus: str = "",
         send: Send,
         control: RunControl | None = None,
+        root_pid: int | None = None,
     ) -> None:
-        """`control` decides by what is read, on node 0 of a job that has a budget or a policy."""
+        """`control` decides by what is read, on node 0 of a job that has a budget or a policy. The job's processes
+        descend from `root_pid`, or from this one."""
         self._control = control
         self._node = node
         self._interval_s = config.interval_s
         self._send = send
-        self._meter = NodeMeter(ranks, now_s=time.monotonic(), visible_gpus=visible_gpus, full_w=config.node_full_w)
+        self._meter = NodeMeter(
+            ranks, now_s=time.monotonic(), visible_gpus=visible_gpus, full_w=config.node_full_w, root_pid=root_pid
+        )
         self._grid = self._open_grid(config)
         self._last_carbon: tuple[object, ...] | None = None
         self._pace = None if config.power_cap_w is None else PaceControl(config.power_cap_w)
@@ -104,6 +108,10 @@ class JobMeter:
                 g_per_kwh=g_per_kwh,
                 # The formula of an estimate is told once.
                 detail=None if one.detail == self._told.get(one.meter) else one.detail,
+                utilization=one.state.utilization,
+                celsius=one.state.celsius,
+                num_others=one.state.num_others,
+                own_share=one.state.own_share,
             )
             self._told[one.meter] = one.detail
             self._send(events.to_record(event))

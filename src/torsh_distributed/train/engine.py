@@ -194,6 +194,7 @@ class Engine:
             self.settings["data"] = describe_loader(loader, seed=self.plan.training.seed)
             self.elastic.join()
         ledger, training = self.ledger, self.plan.training
+        note_fact("epoch", ledger.epoch)
         last = None if epochs is None else ledger.epoch + epochs
         if self.plan.checkpoint.enabled and self.elastic is None:  # one that joins later would wait for the others
             self.checkpoints.hold()

@@ -13,6 +13,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.green.report.report_page import report_page
 from torsh_distributed.green.report.run_report import run_report
 from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.metrics.step_record import StepRecord
 
 
 def metered(**facts: object) -> JobView:
@@ -99,6 +100,63 @@ def test_the_course_over_time_adds_up_to_the_total() -> None:
     page = report_page(found)
     assert page.count("<rect ") == len(found.trend)
     assert "<polyline" in page
+
+
+def test_each_epoch_has_its_energy_and_its_grams_and_the_course_its_efficiency() -> None:
+    view = JobView()
+    for second in range(1, 9):
+        event = events.EnergyEvent(
+            time=float(second),
+            node=0,
+            meter="gpu 0",
+            source="nvml",
+            is_measured=True,
+            joules=100.0 * second,
+            duration_s=1.0,
+            g_per_kwh=400.0 if second < 8 else None,
+            epoch=None if second == 1 else (second - 2) // 3,
+            utilization=0.5,
+            celsius=50.0 + second,
+        )
+        view.take(events.to_record(event))
+        step = StepRecord(second, float(second), 1.0, None, None, None, None, None, None, 1.0, num_samples=8)
+        view.energy.take_step(step)
+    found = run_report(view, pue=2.0)
+    kwh = [2 * joules / 3.6e6 for joules in (900.0, 1800.0, 800.0)]
+    assert [(row["epoch"], row["kwh"]) for row in found.epochs] == [
+        (number, pytest.approx(value)) for number, value in enumerate(kwh)
+    ]
+    assert [row["co2_kg"] for row in found.epochs] == [pytest.approx(kwh[0] * 0.4), pytest.approx(kwh[1] * 0.4), None]
+    (meter,) = found.meters
+    assert (meter["utilization"], meter["peak_celsius"]) == (pytest.approx(0.5), 58.0)
+    assert meter["samples_per_joule"] == pytest.approx(64 / 3600)
+    rates = [row["samples_per_joule"] for row in found.trend if row["samples_per_joule"] is not None]
+    assert rates == sorted(rates, reverse=True)
+    page = report_page(found)
+    assert "epoch 2" in page
+    assert "computed 50% of the time; at most 58 °C; 0.01778 samples per joule" in page
+
+
+def test_a_gpu_with_another_job_on_it_is_said_to_be_shared_with_this_jobs_part() -> None:
+    view = JobView()
+    for second, share in ((1, None), (2, 0.5), (3, 0.25)):
+        event = events.EnergyEvent(
+            time=float(second),
+            node=0,
+            meter="gpu 0",
+            source="nvml",
+            is_measured=True,
+            joules=300.0,
+            duration_s=1.0,
+            num_others=0 if share is None else 2,
+            own_share=share,
+        )
+        view.take(events.to_record(event))
+    (told,) = [note for note in run_report(view).notes if "other jobs" in note]
+    assert told == (
+        "node 0, gpu 0: up to 2 processes of other jobs computed on it while 600 J were counted, which are in the "
+        "figures; this job's part of the computing time then was 38%"
+    )
 
 
 def test_a_run_that_was_not_metered_says_what_to_do() -> None:

@@ -44,7 +44,7 @@ def report(
     from rich.table import Table
 
     from torsh_distributed.green.report.report_page import report_page
-    from torsh_distributed.green.report.run_report import run_report
+    from torsh_distributed.green.report.run_report import TREND_COLUMNS, run_report
     from torsh_distributed.observe.job.run_files import EventFiles
 
     view = EventFiles(run).read_all()
@@ -53,7 +53,7 @@ def report(
     )
     if csv is not None:
         with csv.open("w", newline="", encoding="utf-8") as file:
-            rows = csv_format.DictWriter(file, ["begin", "end", "kwh", "kw", "grams", "g_per_kwh", "renewable_share"])
+            rows = csv_format.DictWriter(file, TREND_COLUMNS)
             rows.writeheader()
             rows.writerows(found.trend)
         typer.echo(f"report: {csv}", err=True)

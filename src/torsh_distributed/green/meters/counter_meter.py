@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torsh_distributed.observe.metrics.energy_counters import EnergyCounter
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """What a device tells beside its energy; None for what it does not."""
+
+    utilization: float | None = None
+    """Share of time in which it computed, from 0 to 1."""
+    celsius: float | None = None
+    num_others: int = 0
+    """Processes of other jobs that compute on it."""
+    own_share: float | None = None
+    """This job's part of the computing time beside them."""
+
+
+_UNKNOWN = DeviceState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +35,24 @@ class MeterReading:
     duration_s: float
     ranks: tuple[int, ...] = ()
     detail: str | None = None
+    state: DeviceState = _UNKNOWN
 
 
 class CounterMeter:
     """Differences of a counter. One that starts over, goes back or jumps is said to, and that interval counts zero."""
 
     def __init__(
-        self, counter: EnergyCounter, ranks: tuple[int, ...], *, now_s: float, remark: str | None = None
+        self,
+        counter: EnergyCounter,
+        ranks: tuple[int, ...],
+        *,
+        now_s: float,
+        remark: str | None = None,
+        read_state: Callable[[], DeviceState] | None = None,
     ) -> None:
         """`remark` is what must be known about the numbers. Raises OSError if the counter cannot be read."""
         self.counter = counter
+        self._read_state = read_state
         self._remark = remark
         self.ranks = ranks
         self._last_j = counter.read_j()
@@ -51,4 +76,5 @@ class CounterMeter:
                 "this interval counts 0 J"
             )
         joules = grown_j if detail is None else 0.0
-        return MeterReading(counter.name, counter.source, True, joules, duration_s, self.ranks, detail or remark)
+        state = _UNKNOWN if self._read_state is None else self._read_state()
+        return MeterReading(counter.name, counter.source, True, joules, duration_s, self.ranks, detail or remark, state)

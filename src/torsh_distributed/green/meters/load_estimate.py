@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torsh_distributed.green.meters.counter_meter import MeterReading
+from torsh_distributed.green.meters.counter_meter import DeviceState, MeterReading
 
 CORE_W = 6.0
 """Assumed for a core if no table has the processor: a server's processors have a thermal design power of 3 to 10 W
@@ -44,7 +44,8 @@ class LoadEstimate:
         duration_s = now_s - self._last_s
         self._last, self._last_s = (busy, total), now_s
         joules = self._full_w * (IDLE_SHARE + (1 - IDLE_SHARE) * load) * duration_s
-        return MeterReading("processors", "estimate", False, joules, duration_s, self._ranks, self.formula)
+        state = DeviceState(utilization=load)
+        return MeterReading("processors", "estimate", False, joules, duration_s, self._ranks, self.formula, state)
 
 
 def full_power(proc: Path = Path("/proc")) -> tuple[float, str]:

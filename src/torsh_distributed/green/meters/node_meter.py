@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.green.meters.counter_meter import CounterMeter, MeterReading
+from torsh_distributed.green.meters.counter_meter import CounterMeter, DeviceState, MeterReading
+from torsh_distributed.green.meters.gpu_state import GpuState
 from torsh_distributed.green.meters.load_estimate import LoadEstimate
 from torsh_distributed.observe.metrics.energy_counters import (
     HWMON,
     POWERCAP,
     EnergyCounter,
+    GpuCounter,
     gpu_counters,
     hwmon_counters,
     processes_on_gpus,
@@ -40,7 +43,9 @@ class NodeMeter:
         full_w: float | None = None,
         powercap: Path = POWERCAP,
         hwmon: Path = HWMON,
+        root_pid: int | None = None,
     ) -> None:
+        """Processes that descend from `root_pid` are the job's; None stands for those of this process."""
         self.notes: list[str] = []
         self._meters: list[CounterMeter | LoadEstimate] = []
         everyone = tuple(ranks)
@@ -59,7 +64,11 @@ class NodeMeter:
             remark = f"in use by {count} other {who}, whose energy is in this number too" if count else None
             if remark is not None:
                 self.notes.append(f"{gpu.name} is {remark}")
-            self._meters += self._opened([gpu], sharing or everyone, now_s, remark)
+            state = None
+            if isinstance(gpu, GpuCounter):
+                root = os.getpid() if root_pid is None else root_pid
+                state = GpuState(gpu.name, gpu.handle, root_pid=root, note=self.notes.append).read
+            self._meters += self._opened([gpu], sharing or everyone, now_s, remark, state)
         packages: list[EnergyCounter] = [one for one in rapl_counters(powercap) if one.name != _PLATFORM]
         opened = self._opened(packages, everyone, now_s) or self._opened(sockets, everyone, now_s)
         if not opened:
@@ -76,13 +85,18 @@ class NodeMeter:
             return []
 
     def _opened(
-        self, counters: Sequence[EnergyCounter], ranks: tuple[int, ...], now_s: float, remark: str | None = None
+        self,
+        counters: Sequence[EnergyCounter],
+        ranks: tuple[int, ...],
+        now_s: float,
+        remark: str | None = None,
+        read_state: Callable[[], DeviceState] | None = None,
     ) -> list[CounterMeter | LoadEstimate]:
         """Meters of those that can be read."""
         found: list[CounterMeter | LoadEstimate] = []
         for counter in counters:
             try:
-                found.append(CounterMeter(counter, ranks, now_s=now_s, remark=remark))
+                found.append(CounterMeter(counter, ranks, now_s=now_s, remark=remark, read_state=read_state))
             except PermissionError:
                 self.notes.append(f"{counter.name} cannot be read by this user ({counter.source}): that needs root")
             except (OSError, ValueError) as error:

@@ -29,12 +29,16 @@ def report_page(report: RunReport) -> str:
             _shown(meter["joules"]),
             "J",
             f"mean {meter['mean_w']:.4g} W, most {meter['peak_w']:.4g} W; {meter['source']}"
-            f"{'' if meter['is_measured'] else ', estimated'}: {meter['detail'] or ''}".rstrip(": "),
+            f"{'' if meter['is_measured'] else ', estimated'}{_device(meter)}: {meter['detail'] or ''}".rstrip(": "),
         )
         for meter in report.meters
     ]
     ranks = [
         (f"rank {rank}", _shown(joules), "J", "its share of the meters") for rank, joules in report.by_rank.items()
+    ]
+    epochs = [
+        (f"epoch {row['epoch']}", _shown(row["kwh"]), "kWh", f"CO2: {_shown(row['co2_kg'])}{_kg(row['co2_kg'])}")
+        for row in report.epochs
     ]
     kept = ("g_per_kwh", "source", "zone", "signal", "basis", "is_stale", "renewable_share")
     carbon = [
@@ -46,6 +50,7 @@ def report_page(report: RunReport) -> str:
         _course(report.trend),
         _table("Figures", ("figure", "value", "unit", "formula"), figures),
         _table("Meters", ("meter", "energy", "unit", "source"), meters),
+        _table("Epochs", ("epoch", "energy", "unit", ""), epochs) if epochs else "",
         _table("Ranks", ("rank", "energy", "unit", ""), ranks),
         _table("Carbon intensity that counted last", ("", "", "", ""), carbon) if carbon else "",
         _list("Sources", report.sources),
@@ -57,6 +62,22 @@ def report_page(report: RunReport) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _device(meter: Mapping[str, Any]) -> str:
+    """What a device told beside its energy."""
+    told = []
+    if meter["utilization"] is not None:
+        told.append(f"computed {meter['utilization']:.0%} of the time")
+    if meter["peak_celsius"] is not None:
+        told.append(f"at most {meter['peak_celsius']:.0f} °C")
+    if meter["samples_per_joule"] is not None:
+        told.append(f"{meter['samples_per_joule']:.4g} samples per joule")
+    return "".join(f"; {one}" for one in told)
+
+
+def _kg(value: float | None) -> str:
+    return "" if value is None else " kg"
 
 
 def _course(trend: Sequence[Mapping[str, Any]]) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.job.energy_summary import EnergySummary
+from torsh_distributed.observe.job.energy_summary import EnergySummary, EpochEnergy, MeterRow, shown_joules
 from torsh_distributed.observe.job.energy_trend import EnergySpan
 from torsh_distributed.observe.job.job_view import JobView
 
 J_PER_KWH = 3.6e6
+TREND_COLUMNS = ("begin", "end", "kwh", "kw", "grams", "g_per_kwh", "renewable_share", "samples_per_joule")
 WORLD_G_PER_KWH = 475.0
 """codecarbon's value for the world, which the score measures a grid against."""
 
@@ -39,8 +40,10 @@ class RunReport:
     meters: tuple[dict[str, Any], ...]
     by_rank: dict[int, float]
     carbon: dict[str, Any] | None
+    epochs: tuple[dict[str, Any], ...]
+    """epoch, kwh, co2_kg; co2_kg is None where a part has no known intensity."""
     trend: tuple[dict[str, Any], ...]
-    """The course over time: begin, end, kwh, kw, grams, g_per_kwh, renewable_share."""
+    """The course over time: TREND_COLUMNS."""
     sources: tuple[str, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
 
@@ -61,6 +64,7 @@ class RunReport:
             "meters": list(self.meters),
             "joules_by_rank": {str(rank): joules for rank, joules in self.by_rank.items()},
             "carbon": self.carbon,
+            "epochs": list(self.epochs),
             "trend": list(self.trend),
             "sources": list(self.sources),
             "notes": list(self.notes),
@@ -100,12 +104,13 @@ def run_report(
         end=_clock(found.begin + found.duration_s),
         label=found.label,
         figures=figures,
-        meters=tuple(found.to_dict()["meters"]),
+        meters=tuple(_meter_row(meter, found) for meter in found.meters),
         by_rank={rank: joules * pue for rank, joules in found.by_rank.items()},
         carbon=found.carbon,
+        epochs=tuple(_epoch_row(epoch, one, pue) for epoch, one in found.by_epoch.items()),
         trend=tuple(_span_row(span, pue) for span in view.energy.trend.spans),
         sources=_sources(found),
-        notes=(*found.notes, *_warnings(found)),
+        notes=(*found.notes, *_sharing(found), *_warnings(found)),
     )
 
 
@@ -128,7 +133,7 @@ def _energy(found: EnergySummary, pue: float) -> list[ReportFigure]:
         made("total_kwh", total_j / J_PER_KWH, "kWh", f"{meters} ÷ 3,600,000 J"),
         made("measured_kwh", found.measured_j * pue / J_PER_KWH, "kWh", "the part that meters counted"),
         made("estimated_kwh", found.estimated_j * pue / J_PER_KWH, "kWh", "the part without a meter"),
-        *(made(name, None if j is None else j * pue / J_PER_KWH, "kWh", how) for name, j, how in parts),
+        *(made(name, _in_kwh(j, pue), "kWh", how) for name, j, how in parts),
         made("duration_h", found.duration_s / 3600, "h", "from the first reading to the last"),
         made("mean_kw", found.mean_w * pue / 1e3, "kW", "total ÷ duration"),
         made("peak_kw", found.peak_w * pue / 1e3, "kW", "most over one interval of the meters"),
@@ -138,8 +143,14 @@ def _energy(found: EnergySummary, pue: float) -> list[ReportFigure]:
         made("num_samples", float(found.num_samples), "", "committed samples"),
         made("joules_per_step", _times(found.joules_per_step, pue), "J", "steps ÷ number of steps"),
         made("joules_per_sample", _times(found.joules_per_sample, pue), "J", "total ÷ committed samples"),
+        made("predicted_kwh", _in_kwh(found.predicted_j, pue), "kWh", "total + joules of a step × steps left"),
+        made("predicted_error_kwh", _in_kwh(found.predicted_error_j, pue), "kWh", "two standard errors of that"),
         made("samples_per_joule", _efficiency(found, pue), "1/J", "committed samples ÷ total"),
     ]
+
+
+def _in_kwh(joules: float | None, pue: float) -> float | None:
+    return None if joules is None else joules * pue / J_PER_KWH
 
 
 def _carbon(found: EnergySummary, pue: float, offset_kg: float, target: float | None) -> list[ReportFigure]:
@@ -147,9 +158,12 @@ def _carbon(found: EnergySummary, pue: float, offset_kg: float, target: float | 
     kg = None if found.grams is None else found.grams * pue / 1e3
     graded_kwh = (found.total_j - found.ungraded_j) / J_PER_KWH
     intensity = found.grams / graded_kwh if found.grams is not None and graded_kwh > 0 else None
+    predicted_kwh = _in_kwh(found.predicted_j, pue)
+    predicted_kg = None if predicted_kwh is None or intensity is None else predicted_kwh * intensity / 1e3
     score, how = _score(_efficiency(found, pue), found.renewable_share, intensity, target)
     return [
         made("co2_kg", kg, "kg", "Σ kWh of an interval × g/kWh of that interval ÷ 1,000"),
+        made("predicted_co2_kg", predicted_kg, "kg", "predicted_kwh × grid_g_per_kwh ÷ 1,000"),
         made("co2_g_per_sample", kg * 1e3 / found.num_samples if kg is not None and found.num_samples else None, "g",
              "co2_kg × 1,000 ÷ committed samples"),
         made("co2_g_per_step", kg * 1e3 / found.num_steps if kg is not None and found.num_steps else None, "g",
@@ -186,7 +200,37 @@ def _span_row(span: EnergySpan, pue: float) -> dict[str, Any]:
         "grams": span.grams * pue if span.graded_j > 0 else None,
         "g_per_kwh": span.g_per_kwh,
         "renewable_share": span.renewable_share,
+        "samples_per_joule": None if span.samples_per_joule is None else span.samples_per_joule / pue,
     }
+
+
+def _meter_row(meter: MeterRow, found: EnergySummary) -> dict[str, Any]:
+    """A device: its own counts, without the building's part."""
+    is_busy = found.num_samples > 0 and meter.joules > 0
+    return {**asdict(meter), "samples_per_joule": found.num_samples / meter.joules if is_busy else None}
+
+
+def _epoch_row(epoch: int, one: EpochEnergy, pue: float) -> dict[str, Any]:
+    is_whole = one.ungraded_j <= 0
+    kg = one.grams * pue / 1e3 if is_whole else None
+    return {"epoch": epoch, "kwh": one.joules * pue / J_PER_KWH, "co2_kg": kg}
+
+
+def _sharing(found: EnergySummary) -> list[str]:
+    """What is known of devices on which other jobs computed too."""
+    told = []
+    for meter in found.meters:
+        if not meter.num_others:
+            continue
+        part = "the driver does not tell this job's part of it"
+        if meter.own_share is not None:
+            part = f"this job's part of the computing time then was {meter.own_share:.0%}"
+        many = f"up to {meter.num_others} process{'' if meter.num_others == 1 else 'es'} of other jobs"
+        told.append(
+            f"node {meter.node}, {meter.meter}: {many} computed on it while "
+            f"{shown_joules(meter.shared_j)} were counted, which are in the figures; {part}"
+        )
+    return told
 
 
 def _clock(time: float) -> str:

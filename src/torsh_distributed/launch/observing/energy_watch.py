@@ -60,6 +60,8 @@ class EnergyWatch:
         self._pace = pace
         self._stop = stop
         self._want = want
+        self._is_leader = spec.is_leader
+        self._epoch: int | None = None
         self._num_workers = spec.world_size
         self._total_steps: int | None = None
         control = upward.load(upward.RUN_CONTROL)
@@ -125,7 +127,7 @@ class EnergyWatch:
             elif record["type"] == "workers":
                 self._want(record["workers"], record["reason"], record["longest_s"])
             else:
-                self._take(record)
+                self._take(record if record["type"] != "energy" else {**record, "epoch": self._epoch})
 
     def count(self, record: dict[str, Any]) -> None:
         """On node 0: what a meter of any node has counted, against the budget."""
@@ -148,14 +150,16 @@ class EnergyWatch:
                 self._pace(1.0)
 
     def take_report(self, message: dict[str, Any]) -> None:
-        """On node 0: a rank reports its steps, and may tell its epoch."""
-        if self._control is None or message.get("type") != "metrics":
+        """A rank of this node, on node 0 of any, reports its steps, and may tell its epoch."""
+        if message.get("type") != "metrics":
             return
         facts = message.get("facts")
         if isinstance(facts, dict):
-            epoch, total, world = (facts.get(name) for name in ("epoch", "total_steps", "world_size"))
-            if isinstance(epoch, int):
-                self._control.begin_epoch(epoch)
+            self._take_epoch(facts.get("epoch"), message.get("rank"))
+        if self._control is None:
+            return
+        if isinstance(facts, dict):
+            total, world = facts.get("total_steps"), facts.get("world_size")
             self._total_steps = total if isinstance(total, int) else self._total_steps
             self._num_workers = world if isinstance(world, int) else self._num_workers
         if message.get("rank") == 0:
@@ -165,6 +169,14 @@ class EnergyWatch:
                 total_steps=self._total_steps,
                 workers=self._num_workers,
             )
+
+    def _take_epoch(self, epoch: object, rank: object) -> None:
+        """On node 0 that of rank 0 alone: other ranks tell an epoch a moment later, and a budget would begin thrice."""
+        if not isinstance(epoch, int) or (self._is_leader and rank != 0):
+            return
+        self._epoch = epoch
+        if self._control is not None:
+            self._control.begin_epoch(epoch)
 
     def _note(self, text: str) -> None:
         self._output.say(f"energy: {text}")

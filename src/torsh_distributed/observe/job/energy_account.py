@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from torsh_distributed import events
-from torsh_distributed.observe.job.energy_summary import EnergySummary, MeterRow
+from torsh_distributed.observe.job.energy_summary import EnergySummary, EpochEnergy, MeterRow
 from torsh_distributed.observe.job.energy_trend import EnergyTrend
 from torsh_distributed.observe.metrics.step_record import StepRecord
 
@@ -20,6 +20,7 @@ _MAX_INTERVALS = 200_000
 _MAX_KEPT_STEPS = 200_000
 _MAX_FAILURES = 10_000
 _MAX_NOTES = 20
+_MAX_EPOCHS = 10_000
 _LEAST_INTERVAL_S = 0.5
 _SILENT_S = 30.0
 J_PER_KWH = 3.6e6
@@ -38,8 +39,50 @@ class _Track:
     newest_w: float = 0.0
     until: float = 0.0
     detail: str | None = None
+    computed_s: float = 0.0
+    """Time in which it computed, of `watched_s`."""
+    watched_s: float = 0.0
+    peak_celsius: float | None = None
+    num_others: int = 0
+    shared_j: float = 0.0
+    own_j: float = 0.0
+    """Of `known_j`, by this job's part of the computing time."""
+    known_j: float = 0.0
     intervals: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_INTERVALS))
     """(start, end, joules) of what no step has taken yet."""
+
+    def take_state(self, event: events.EnergyEvent) -> None:
+        """What the device told beside its energy."""
+        if event.utilization is not None:
+            self.computed_s += event.utilization * event.duration_s
+            self.watched_s += event.duration_s
+        if event.celsius is not None:
+            self.peak_celsius = max(event.celsius, self.peak_celsius or event.celsius)
+        if event.num_others:
+            self.num_others = max(self.num_others, event.num_others)
+            self.shared_j += event.joules
+            if event.own_share is not None:
+                self.own_j += event.joules * event.own_share
+                self.known_j += event.joules
+
+    def row(self, node: int, name: str) -> MeterRow:
+        """All of it, for a summary."""
+        return MeterRow(
+            node,
+            name,
+            self.source,
+            self.is_measured,
+            self.joules,
+            self.newest_w,
+            self.detail,
+            mean_w=self.joules / self.duration_s,
+            peak_w=max(self.most_w, self.joules / self.duration_s),
+            utilization=self.computed_s / self.watched_s if self.watched_s > 0 else None,
+            peak_celsius=self.peak_celsius,
+            shared_j=self.shared_j,
+            num_others=self.num_others,
+            own_share=self.own_j / self.known_j if self.known_j > 0 else None,
+        )
 
     def take_until(self, end: float) -> float:
         """The joules before `end` that were not taken yet."""
@@ -61,6 +104,7 @@ class EnergyAccount:
     def __init__(self) -> None:
         self._tracks: dict[tuple[int, str], _Track] = {}
         self._by_rank: dict[int, float] = {}
+        self._by_epoch: dict[int, EpochEnergy] = {}
         self._pending: deque[StepRecord] = deque(maxlen=_MAX_KEPT_STEPS)
         self._kept: deque[tuple[int, float, int]] = deque(maxlen=_MAX_KEPT_STEPS)
         """(number, joules, samples) of steps that count."""
@@ -116,6 +160,12 @@ class EnergyAccount:
         if event.is_measured and event.detail is not None and len(self.notes) < _MAX_NOTES:
             self.notes.append(f"node {event.node}, {event.meter}: {event.detail}")
         track.detail = event.detail or track.detail
+        track.take_state(event)
+        if event.epoch is not None and (event.epoch in self._by_epoch or len(self._by_epoch) < _MAX_EPOCHS):
+            epoch = self._by_epoch.setdefault(event.epoch, EpochEnergy())
+            epoch.joules += event.joules
+            epoch.grams += event.joules / J_PER_KWH * (event.g_per_kwh or 0.0)
+            epoch.ungraded_j += event.joules if event.g_per_kwh is None else 0.0
         for rank in event.ranks:
             self._by_rank[rank] = self._by_rank.get(rank, 0.0) + event.joules / len(event.ranks)
         share = None if self.carbon is None else self.carbon.renewable_share
@@ -222,6 +272,7 @@ class EnergyAccount:
         self._steps_j += joules
         self._num_steps += 1
         self._num_samples += samples
+        self.trend.add_samples(step.time, samples)
         self._spread.add(joules)
 
     # Looking
@@ -268,20 +319,8 @@ class EnergyAccount:
             renewable_share=self._renewable_j / self._known_j if self._known_j > 0 else None,
             predicted_j=predicted_j,
             predicted_error_j=error_j,
-            meters=tuple(
-                MeterRow(
-                    node,
-                    name,
-                    track.source,
-                    track.is_measured,
-                    track.joules,
-                    track.newest_w,
-                    track.detail,
-                    mean_w=track.joules / track.duration_s,
-                    peak_w=max(track.most_w, track.joules / track.duration_s),
-                )
-                for (node, name), track in sorted(self._tracks.items())
-            ),
+            meters=tuple(track.row(node, name) for (node, name), track in sorted(self._tracks.items())),
+            by_epoch=dict(sorted(self._by_epoch.items())),
             by_rank=dict(sorted(self._by_rank.items())),
             carbon=None if self.carbon is None else events.to_record(self.carbon),
             schedule=None if self.schedule is None else events.to_record(self.schedule),

@@ -22,6 +22,25 @@ class MeterRow:
     mean_w: float = 0.0
     peak_w: float = 0.0
     """Most over one interval."""
+    utilization: float | None = None
+    """Mean share of time in which it computed; None where it does not tell."""
+    peak_celsius: float | None = None
+    shared_j: float = 0.0
+    """Counted while other jobs computed on it too."""
+    num_others: int = 0
+    """Most processes of other jobs at once."""
+    own_share: float | None = None
+    """This job's part of the computing time then; None where the driver does not tell."""
+
+
+@dataclass(slots=True)
+class EpochEnergy:
+    """What was counted while ranks were in an epoch."""
+
+    joules: float = 0.0
+    grams: float = 0.0
+    ungraded_j: float = 0.0
+    """The part without an intensity: in no gram."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +90,8 @@ class EnergySummary:
     """Two standard errors of the rest."""
     meters: tuple[MeterRow, ...] = ()
     by_rank: dict[int, float] = field(default_factory=dict)
+    by_epoch: dict[int, EpochEnergy] = field(default_factory=dict)
+    """Of `torsh run`; empty where nobody told the epochs."""
     carbon: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None
     """What the policy on energy decided last."""
@@ -109,6 +130,7 @@ class EnergySummary:
         return {
             **asdict(self),
             "by_rank": {str(rank): joules for rank, joules in self.by_rank.items()},
+            "by_epoch": {str(epoch): asdict(one) for epoch, one in self.by_epoch.items()},
             "estimated_j": self.estimated_j,
             "wasted_j": self.wasted_j,
             "joules_per_step": self.joules_per_step,

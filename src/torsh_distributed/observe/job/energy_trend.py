@@ -21,6 +21,8 @@ class EnergySpan:
     renewable_j: float = 0.0
     shared_j: float = 0.0
     """The part for which a renewable share was told."""
+    samples: int = 0
+    """Of steps that ended in it, those that were undone later among them."""
 
     @property
     def mean_w(self) -> float:
@@ -31,6 +33,11 @@ class EnergySpan:
     def g_per_kwh(self) -> float | None:
         """Intensity by energy; None if it was not known."""
         return self.grams / self.graded_j * 3.6e6 if self.graded_j > 0 else None
+
+    @property
+    def samples_per_joule(self) -> float | None:
+        """How efficient it was; None where no step ended."""
+        return self.samples / self.joules if self.samples and self.joules > 0 else None
 
     @property
     def renewable_share(self) -> float | None:
@@ -63,6 +70,12 @@ class EnergyTrend:
         while len(self._spans) > MAX_SPANS:
             self._widen()
 
+    def add_samples(self, time: float, samples: int) -> None:
+        """A step ended at `time`, in what was added already."""
+        if samples and self._spans:
+            wanted = math.floor(time / self._width_s)
+            self._spans[min(self._spans, key=lambda number: abs(number - wanted))].samples += samples
+
     def _widen(self) -> None:
         self._width_s *= 2
         before, self._spans = self._spans, {}
@@ -70,7 +83,7 @@ class EnergyTrend:
             kept = self._spans.setdefault(number // 2, span)
             if kept is not span:
                 kept.begin, kept.end = min(kept.begin, span.begin), max(kept.end, span.end)
-                for name in ("joules", "grams", "graded_j", "renewable_j", "shared_j"):
+                for name in ("joules", "grams", "graded_j", "renewable_j", "shared_j", "samples"):
                     setattr(kept, name, getattr(kept, name) + getattr(span, name))
 
     @property

@@ -50,6 +50,9 @@ class GreenConfig(Section):
     max_co2_kg: float | None = Field(default=None, gt=0)
     """CO2 that the run may cause; needs `carbon`. Left out: any."""
 
+    max_epoch_co2_kg: float | None = Field(default=None, gt=0)
+    """CO2 that an epoch may cause, likewise."""
+
     on_budget: Literal["warn", "slow", "stop"] = "warn"
     """What happens when a budget is spent: a warning; pauses between steps as long as the steps; or a checkpoint after
     the step and the end of the job, which can go on later."""
@@ -106,8 +109,9 @@ class GreenConfig(Section):
         for key in ("g_per_kwh", "carbon_file"):
             if getattr(self, key) is not None and needs.get(self.carbon) != key:
                 yield Problem(key, f'green.{key} has no effect with green.carbon = "{self.carbon}"', "leave it out")
-        if self.max_co2_kg is not None and self.carbon == "none":
-            yield Problem("max_co2_kg", "green.max_co2_kg needs a carbon intensity", "set green.carbon")
+        for key in ("max_co2_kg", "max_epoch_co2_kg"):
+            if getattr(self, key) is not None and self.carbon == "none":
+                yield Problem(key, f"green.{key} needs a carbon intensity", "set green.carbon")
         yield from self._problems_of_strategy()
 
     def _problems_of_strategy(self) -> Iterator[Problem]:
