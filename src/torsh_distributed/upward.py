@@ -58,6 +58,9 @@ CPU_SETTINGS = "torsh_distributed.green.power.cpu_settings"
 GPU_LIMIT = "torsh_distributed.green.power.gpu_limit"
 """`launch`: sets the power limit of GPUs and puts it back."""
 
+ENERGY_REPORT = "torsh_distributed.green.report.report_file:EnergyReportFile"
+"""`observe`: the export that writes what a run has cost so far."""
+
 COMMAND_LINE = "torsh_distributed.cli.entry_point"
 """`clusters`: the program that an engine starts as `python -m`, for a job over SSH."""
 

@@ -49,7 +49,7 @@ class ObserveOptions(NamedTuple):
         typer.Option(
             "--export",
             help="Send metrics to jsonl:FILE, csv:FILE, tensorboard:DIR, otlp:URL, pushgateway:URL, wandb:PROJECT, "
-            "mlflow:URI. May be repeated.",
+            "mlflow:URI, energy:FILE. May be repeated.",
             rich_help_panel=_PANEL,
         ),
     ] = None

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
+from torsh_distributed import upward
 from torsh_distributed.errors import InvalidArgument, missing_extra
 from torsh_distributed.observe.export.base import Exporter
 
 _HOME = "torsh_distributed.observe.export"
 EXPORTERS = {
-    "jsonl": ("metric_files", "JsonlMetrics", None),
-    "csv": ("metric_files", "CsvMetrics", None),
-    "tensorboard": ("tensorboard_events", "TensorBoardEvents", "tensorboard"),
-    "otlp": ("otlp_metrics", "OtlpMetrics", "otlp"),
-    "otlp-traces": ("otlp_traces", "OtlpTraces", "otlp"),
-    "pushgateway": ("pushgateway", "Pushgateway", None),
-    "wandb": ("experiment_trackers", "WandbTracker", "wandb"),
-    "mlflow": ("experiment_trackers", "MlflowTracker", "mlflow"),
+    "jsonl": (f"{_HOME}.metric_files:JsonlMetrics", None),
+    "csv": (f"{_HOME}.metric_files:CsvMetrics", None),
+    "tensorboard": (f"{_HOME}.tensorboard_events:TensorBoardEvents", "tensorboard"),
+    "otlp": (f"{_HOME}.otlp_metrics:OtlpMetrics", "otlp"),
+    "otlp-traces": (f"{_HOME}.otlp_traces:OtlpTraces", "otlp"),
+    "pushgateway": (f"{_HOME}.pushgateway:Pushgateway", None),
+    "wandb": (f"{_HOME}.experiment_trackers:WandbTracker", "wandb"),
+    "mlflow": (f"{_HOME}.experiment_trackers:MlflowTracker", "mlflow"),
+    "energy": (upward.ENERGY_REPORT, None),
 }
-"""Kind to module, class and the extra that it needs."""
+"""Kind to `module:class` and the extra that it needs."""
 _WITHOUT_TARGET = ("wandb", "mlflow")
 
 
@@ -29,9 +30,9 @@ def make_exporter(text: str) -> Exporter:
     Raises FeatureNotAvailable with the `pip install` line if its package is missing.
     """
     kind, target = check_export(text)
-    module, name, extra = EXPORTERS[kind]
+    place, extra = EXPORTERS[kind]
     try:
-        make: Callable[[str], Exporter] = getattr(importlib.import_module(f"{_HOME}.{module}"), name)
+        make: Callable[[str], Exporter] = upward.load(place)
         return make(target)
     except ImportError as error:
         if extra is None:

@@ -31,7 +31,7 @@ class ObserveConfig(Section):
 
     exports: Words = ()
     """Where metrics go besides, each `kind:target`: jsonl:FILE, csv:FILE, tensorboard:DIRECTORY, otlp:URL,
-    pushgateway:URL, wandb:PROJECT, mlflow:URI."""
+    pushgateway:URL, wandb:PROJECT, mlflow:URI, energy:FILE."""
 
     alert_rules: str | None = Field(default=None, min_length=1)
     """TOML file with rules for alerts."""
