@@ -160,16 +160,20 @@ def _replays(budget: Budget) -> Iterator[Row | Note]:
 
 def _arithmetic() -> Iterator[Note]:
     """What a tenth of a run says about the whole, and a node of 400 W under a cap of 250 W."""
-    draw, errors = random.Random(3), list[float]()
+    draw, errors, num_inside = random.Random(3), list[float](), 0
     for _ in range(200):
         account, steps = EnergyAccount(), [draw.gauss(100.0, 15.0) for _ in range(1000)]
         _feed(account, steps[:100])
         found = account.summary(total_steps=len(steps))
         assert found is not None
         assert found.predicted_j is not None, "a hundred steps were made"
+        assert found.predicted_error_j is not None, "likewise"
         errors.append(abs(found.predicted_j / sum(steps) - 1))
+        num_inside += abs(found.predicted_j - sum(steps)) <= found.predicted_error_j
     yield Note(
-        text=f"account: prediction from a tenth of 200 runs whose steps vary by 15 %: worst {max(errors):.1%} off"
+        text="account: prediction from a tenth of 200 runs whose steps vary by 15 %: "
+        f"{sum(error <= 0.05 for error in errors)} within 5 %, half within {statistics.median(errors):.1%}, worst "
+        f"{max(errors):.1%} off; {num_inside} within the interval that was told"
     )
     control, powers = PaceControl(250.0), list[float]()
     control.update(80.0, 1.0)
