@@ -16,6 +16,7 @@ MEMBERS = {
     "torch.autograd.Variable._execution_engine": "queue_callback: called when this backward has ended",
     "torch.nn.Module._forward_hooks": "hooks that come and go in every step",
     "torch.nn.Module._forward_pre_hooks": "hooks that come and go in every step",
+    "torch.ops.aten._grouped_mm": "its operations are counted",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its operations are counted",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "the hook comes and goes; registering it each time is slow",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "waits for batches are timed in it",

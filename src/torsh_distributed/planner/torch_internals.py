@@ -13,6 +13,7 @@ __all__, __getattr__, __dir__ = _exports(__name__)
 MEMBERS = {
     "torch.UntypedStorage._cdata": "which storage a fake tensor has: its address is always 0",
     "torch.nn.Module._buffers": "a module's own buffers, replaced while it is traced",
+    "torch.ops.aten._grouped_mm": "experts: its shapes for other formats than bf16",
     "torch.ops.aten._softmax_backward_data": "timed",
     "torch.ops.aten._to_copy": "a copy of a parameter that autocast makes",
     "torch.nn.Module._parameters": "a module's own parameters, replaced while it is traced",

@@ -71,3 +71,20 @@ def test_a_kind_that_does_not_exist_gets_the_nearest(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigurationError, match=r"lama names no model(.|\n)*did you mean llama"):
         find_model("lama")
+
+
+@pytest.mark.needs_library("transformers")
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            {"model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+            "BartForConditionalGeneration",
+        ),
+        ({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 1}, "BertForMaskedLM"),
+        ({"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 1}, "OPTForCausalLM"),
+    ],
+)
+def test_a_config_gets_the_head_that_it_is_trained_with(tmp_path: Path, config: dict[str, object], kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(find_model(str(tmp_path)).model).__name__ == kind

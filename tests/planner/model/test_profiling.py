@@ -206,3 +206,17 @@ def test_blocks_and_what_is_between_them_may_change_tensors_in_place() -> None:
     profile = profile_model(InPlace(), example=(torch.zeros(1, 32),))
     assert profile.num_blocks == 3
     assert profile.chain()[0].forward_flops.at(1) == 2 * 32 * 32
+
+
+def test_a_forward_that_refuses_the_inputs_that_were_made_is_a_sentence_with_them() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, values: Tensor) -> Tensor:
+            out: Tensor = self.layer(values.reshape(len(values), 2, 9))
+            return out
+
+    with pytest.raises(InvalidArgument, match=r"Picky does not run on values 8: RuntimeError(.|\n)*module:function"):
+        profile_model(Picky())

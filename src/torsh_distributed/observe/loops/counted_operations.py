@@ -39,6 +39,8 @@ def known_peak(device: torch.device) -> float | None:
 
 _log = logging.getLogger(__name__)
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+"""Of experts: torch's table has no formula for it."""
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -99,13 +101,18 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | N
 
 
 def _is_counted(packet: Any) -> bool:
-    return packet in flop_registry or packet is _CPU_ATTENTION
+    return packet in flop_registry or packet in (_CPU_ATTENTION, _GROUPED_PRODUCT)
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet is _CPU_ATTENTION:  # torch counts attention on GPUs only
         query, key, value = (tensor.shape for tensor in args[:3])
         return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # untyped in torch
+    if packet is _GROUPED_PRODUCT:
+        left, right = (tensor.shape for tensor in args[:2])
+        # A dim that the groups split is whole in one factor, and each group has its part: groups count if both have it.
+        groups = left[0] if len(left) == len(right) == 3 else 1
+        return 2 * groups * left[-2] * left[-1] * right[-1]
     return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 

@@ -34,6 +34,10 @@ class BatchShape:
     others: Mapping[str, Any]
     """Arguments that are no tensors."""
 
+    def in_words(self) -> str:
+        """The arguments of a sample, for a message."""
+        return ", ".join(f"{name} {'×'.join(map(str, shape)) or 'scalar'}" for name, (shape, _) in self.inputs.items())
+
     def make(self, num_samples: int) -> dict[str, Any]:
         """The arguments of a forward of `num_samples`."""
         made: dict[str, Any] = {
@@ -66,8 +70,8 @@ def _from_example(model: nn.Module, example: Any) -> BatchShape:
 
 def _from_config(model: Any, sequence: int | None) -> BatchShape:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    if getattr(model, "main_input_name", "") == "pixel_values" and getattr(model.config, "image_size", None):
-        size = model.config.image_size
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size = getattr(model.config, "image_size", None) or _IMAGE
         height, width = size if isinstance(size, tuple | list) else (size, size)
         dtype = next(param.dtype for param in model.parameters())
         image = {"pixel_values": ((getattr(model.config, "num_channels", 3), height, width), dtype)}
@@ -82,7 +86,13 @@ def _from_config(model: Any, sequence: int | None) -> BatchShape:
     )
     length = _checked_length(sequence, limit)
     ids = ((length,), torch.int64)
-    inputs = {"input_ids": ids}
+    inputs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"input_ids": ids}
+    if getattr(model, "main_input_name", "") == "input_features" and hasattr(config, "max_source_positions"):
+        # A spectrum, of which the first layers take every second frame.
+        length = _checked_length(sequence, getattr(config, "max_target_positions", None))
+        ids = ((length,), torch.int64)
+        frames = (config.num_mel_bins, 2 * config.max_source_positions)
+        inputs = {"input_features": (frames, next(param.dtype for param in model.parameters()))}
     if getattr(model.config, "is_encoder_decoder", False) and takes(model, "decoder_input_ids"):
         inputs["decoder_input_ids"] = ids
     has_labels = takes(model, "labels") and _labels_are_tokens(model)

@@ -91,14 +91,23 @@ def _from_transformers(where: str) -> nn.Module:
 
 
 def _built(transformers: Any, config: Any, where: str) -> nn.Module:
-    """The model that one would train from a config: with a head for tokens, for classes, or without."""
-    kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel")
+    """The model that one would train from a config: with a head for tokens, for classes, or without.
+
+    Several heads exist for many kinds. An encoder with a decoder is trained as both, an encoder alone to fill gaps.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        kinds = ["AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"]
+    elif getattr(config, "is_decoder", False):
+        kinds = ["AutoModelForCausalLM"]
+    else:
+        kinds = ["AutoModelForMaskedLM", "AutoModelForCausalLM"]
+    kinds += ["AutoModelForImageClassification", "AutoModel"]
     for kind in kinds:
         try:
             with torch.device("meta"):
                 built: nn.Module = getattr(transformers, kind).from_config(config)
             return built
-        except ValueError:  # this kind of head does not exist for the model
+        except (ValueError, TypeError):  # there is no such head, or several, of which a config without names says none
             continue
     raise ConfigurationError(
         f"{where}: transformers builds no model of {type(config).__name__}",

@@ -19,6 +19,7 @@ from typing_extensions import override
 from torsh_distributed.observe.loops.counted_operations import flops_of
 from torsh_distributed.parallel.activation import is_costly
 from torsh_distributed.planner.model.model_profile import Held
+from torsh_distributed.planner.model.value_questions import answer_without_values
 from torsh_distributed.planner.torch_internals import TorchDispatchMode, tree_leaves
 
 Phase = Literal["forward", "backward"]
@@ -109,7 +110,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = answer_without_values(func, args)
+        if out is None:
+            out = func(*args, **(kwargs or {}))
         given = list(_tensors((args, kwargs)))
         before = {self.number(leaf) for leaf in given}
         fresh = [leaf for leaf in _tensors(out) if self.number(leaf) not in before]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torsh_distributed.errors import ConfigurationError, InvalidArgument, first_line
-from torsh_distributed.parallel.models.structure import expert_modules
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.parallel.models.wrapping import repeated_layers
 from torsh_distributed.parallel.tensor.planning.planned_rows import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
@@ -34,6 +33,7 @@ from torsh_distributed.planner.model.model_profile import (
 from torsh_distributed.planner.model.operation_rows import operation_rows
 from torsh_distributed.planner.model.operation_trace import OperationTrace, TracedSegment, follow_split_layers
 from torsh_distributed.planner.model.params_by_place import AFTER, BEFORE, num_experts, param_counts, tied_numel
+from torsh_distributed.planner.model.traced_experts import experts_as_trained
 from torsh_distributed.planner.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -61,7 +61,7 @@ def profile_model(
     shape = batch_shape(model, sequence=sequence, example=example)
     tensors, refusal = _tensor_plan(model, chosen)
     layers = repeated_layers(model)
-    with _traceable(model):
+    with _traceable(model, shape):
         one, two = (_trace(model, layers, shape, number, chosen, tensors) for number in (2, 3))
     params = param_counts(model, layers, one.called_before, tensors)
     blocks = tuple(
@@ -86,7 +86,7 @@ def profile_model(
 
 
 @contextmanager
-def _traceable(model: nn.Module) -> Iterator[None]:
+def _traceable(model: nn.Module, shape: BatchShape) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -99,6 +99,14 @@ def _traceable(model: nn.Module) -> Iterator[None]:
         raise InvalidArgument(
             f"{type(model).__name__} cannot be planned without values: {error} has no version for shapes alone",
             hint="register one with torch.library.register_fake",
+        ) from error
+    except TorshError:
+        raise
+    except Exception as error:  # a forward may raise anything on inputs that it was not written for
+        raise InvalidArgument(
+            f"{type(model).__name__} does not run on {shape.in_words()}: {type(error).__name__}: {first_line(error)}",
+            hint="let a function return (model, example), and name it as module:function: a tuple of inputs, or a"
+            " mapping of the arguments of forward, of one sample or more",
         ) from error
 
 
@@ -226,12 +234,12 @@ def _trace(
         known: dict[str, tuple[int, Any]] = {}
         for name, block in layers.items():
             vars(block)["forward"] = _TracedBlock(name, block, run, known)
-        stack.enter_context(_experts_without_loops(model))
+        dtype = _DTYPES[plan.precision.dtype]
+        stack.enter_context(experts_as_trained(model, is_mixed=dtype is not None))
         model.train()
         inputs = shape.make(num_samples)
         stack.enter_context(trace)
         stack.enter_context(trace.saving())
-        dtype = _DTYPES[plan.precision.dtype]
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             if not layers:
                 trace.segment = run.segments[AFTER]
@@ -252,22 +260,6 @@ def _noting(run: _Run, name: str) -> Callable[..., None]:
         (run.called_after if run.calls else run.called_before).add(name)
 
     return note
-
-
-@contextmanager
-def _experts_without_loops(model: nn.Module) -> Iterator[None]:
-    """Experts of transformers as one grouped product: a loop over those that got tokens depends on values."""
-    config = getattr(model, "config", None)
-    name = "_experts_implementation"
-    if config is None or not hasattr(config, name) or not expert_modules(model):
-        yield
-        return
-    before = getattr(config, name)
-    setattr(config, name, "grouped_mm")
-    try:
-        yield
-    finally:
-        setattr(config, name, before)
 
 
 def _split_modules(
