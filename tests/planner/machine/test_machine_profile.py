@@ -44,6 +44,21 @@ def test_a_contradictory_description_is_refused(tmp_path: Path, before: str, aft
         read_machine(path)
 
 
+def test_a_description_may_say_what_is_different_from_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[device]\nname = "ours"\nlike = "h100"\n[far]\ngb_per_s = 12.5\n')
+    mine, whole = read_machine(path), machine_named("h100")
+    assert (mine.name, mine.far.bytes_per_s.value) == ("ours", 12.5e9)
+    assert mine.far.latency_s.value == whole.far.latency_s.value
+    assert (mine.memory_bytes, mine.flops["bf16"].value) == (whole.memory_bytes, whole.flops["bf16"].value)
+    path.write_text('[device]\nlike = "h10"\n')
+    with pytest.raises(InvalidArgument, match="did you mean h100"):
+        read_machine(path)
+    path.write_text('[device]\nlike = "h100"\n[far]\ngb_per_s = 5000\n')
+    with pytest.raises(ConfigurationError, match=r"far.gb_per_s 5000 is above"):
+        read_machine(path)
+
+
 def test_this_machine_is_measured_and_its_links_are_marked() -> None:
     machine = this_machine(2)
     assert machine.flops["fp32"].is_measured

@@ -34,6 +34,7 @@ from torsh_distributed.planner.machine.machine_file import (
     measurement_from,
 )
 from torsh_distributed.planner.machine.measuring import OperationTimer, measure_operations
+from torsh_distributed.planner.machine.node_topology import node_topology
 
 app = typer.Typer(add_completion=False)
 
@@ -60,7 +61,17 @@ def machine(
         typer.echo(f"measured with {count} rank{'s' if count > 1 else ''}")
     MachineFile(fingerprint(), known).save(path)
     Console(highlight=False).print(_table([known[count] for count in counts]))
+    for line in _links():
+        typer.echo(line)
     typer.echo(f"written to {path}")
+
+
+def _links() -> list[str]:
+    """What the system says of the links that were not measured."""
+    found = node_topology()
+    links = [("between GPUs", found.between_gpus), ("between nodes", found.between_nodes)]
+    lines = [f"{what}: {one.name}, {one.bytes_per_s / 1e9:.1f} GB/s" for what, one in links if one is not None]
+    return [f"not measured, as the system says: {'; '.join(lines)}"] if lines else []
 
 
 def _counts(text: str) -> list[int]:

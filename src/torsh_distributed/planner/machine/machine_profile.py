@@ -87,17 +87,18 @@ class MachineProfile:
         """What connects ranks of which the outermost are so many places apart."""
         return self.near if num_ranks_apart <= self.devices_per_node else self.far
 
-    def not_measured(self, dtype: str, *, with_links: bool = True) -> list[str]:
-        """The inputs of a prediction that are not measured; `with_links`: of one with several ranks."""
+    def not_measured(self, dtype: str, *, num_ranks: int | None = None) -> list[str]:
+        """The inputs of a prediction for so many ranks that are not measured; None: for more than a node."""
         named = {
             f"{dtype} operations in a second": self.flops.get(dtype) or self.flops["bf16"],
             "memory bandwidth": self.memory_rate,
             "launch of a kernel": self.launch_s,
         }
-        if with_links:
+        if num_ranks is None or num_ranks > 1:
             named["latency and bandwidth in a node"] = self.near.bytes_per_s
-            named["latency and bandwidth between nodes"] = self.far.bytes_per_s
             named["how much communication is hidden"] = self.overlap
+        if num_ranks is None or num_ranks > self.devices_per_node:
+            named["latency and bandwidth between nodes"] = self.far.bytes_per_s
         return [name for name, rate in named.items() if not rate.is_measured]
 
 
@@ -117,24 +118,28 @@ def described_machines() -> dict[str, Path]:
 
 def machine_named(name: str) -> MachineProfile:
     """The machine of a description file, or of one that comes with this library, such as h100."""
-    known = described_machines()
-    path = Path(name) if name.endswith(".toml") else known.get(name.lower())
-    if path is None:
-        raise InvalidArgument(
-            f"there is no description of a machine {name}",
-            hint=did_you_mean(name.lower(), known) or f"known: {', '.join(known)}; or name a .toml file of yours",
-        )
+    path = Path(name) if name.endswith(".toml") else _own_description(name)
     if not path.exists():
         raise InvalidArgument(f"there is no file {path}", hint="see the guide for what a description says")
     return read_machine(path)
 
 
+def _own_description(name: str) -> Path:
+    known = described_machines()
+    if name.lower() not in known:
+        raise InvalidArgument(
+            f"there is no description of a machine {name}",
+            hint=did_you_mean(name.lower(), known) or f"known: {', '.join(known)}; or name a .toml file of yours",
+        )
+    return known[name.lower()]
+
+
 def read_machine(path: Path) -> MachineProfile:
-    """The machine in a description file: every number of it is marked as not measured."""
-    try:
-        document = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: {error}", hint="a description is a TOML file") from error
+    """The machine in a description file: every number of it is marked as not measured.
+
+    With `device.like`, the name of a description that comes with this library, it says what is different from that one.
+    """
+    document = _document(path)
     problems = list(_problems(document))
     if problems:
         raise ConfigurationError(
@@ -162,6 +167,21 @@ def read_machine(path: Path) -> MachineProfile:
         far=link(document["far"]),
         devices_per_node=device["per_node"],
     )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}", hint="a description is a TOML file") from error
+    device = document.get("device")
+    like = device.pop("like", None) if isinstance(device, dict) else None
+    if like is None:
+        return document
+    whole = tomllib.loads(_own_description(str(like)).read_text())
+    for section, keys in document.items():
+        whole[section] = {**whole.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    return whole
 
 
 def _problems(document: Mapping[str, Any]) -> Iterable[str]:

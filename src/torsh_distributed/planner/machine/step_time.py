@@ -286,7 +286,7 @@ class _Prediction:
         past, num_ranks = self.machine.past, math.prod(self.mesh.degrees.values())
         return StepTime(
             {name: seconds * self._factor(PART_OF[name]) for name, seconds in terms.items() if seconds > 0},
-            tuple(self.machine.not_measured(plan.precision.dtype, with_links=num_ranks > 1)),
+            tuple(self.machine.not_measured(plan.precision.dtype, num_ranks=num_ranks)),
             self.factors,
             len(past.like(num_ranks)),
             self.interval,

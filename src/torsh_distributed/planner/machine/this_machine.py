@@ -14,6 +14,7 @@ import torch
 
 from torsh_distributed.planner.machine.machine_file import MachineFile, Measurement, machine_path
 from torsh_distributed.planner.machine.machine_profile import NOT_MEASURED, DeviceLink, MachineProfile, Rate
+from torsh_distributed.planner.machine.node_topology import NodeTopology, node_topology
 from torsh_distributed.planner.machine.past_runs import NO_RUNS, PastRuns
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _REPEATS = 7
 _SIDE = {"cpu": 384, "cuda": 4096}
 _COPIED_BYTES = {"cpu": 2**25, "cuda": 2**30}
 _ON_LINKS = f"{NOT_MEASURED}: a quarter of the memory's rate, for a copy into and out of shared memory"
+_RDMA_LATENCY_S, _ETHERNET_LATENCY_S = 8e-6, 50e-6
 
 
 def this_machine(num_ranks: int = 1, *, path: Path | None = None) -> MachineProfile:
@@ -56,7 +58,8 @@ def measured_machine(found: Measurement, past: PastRuns = NO_RUNS) -> MachinePro
         for name, table in rates.products.items()
     }
     low = flops.get("bf16", flops["fp32"])
-    interference = found.interference
+    interference, near = found.interference, _measured_link(found, source)
+    per_node = max(found.num_ranks, torch.cuda.device_count())
     return MachineProfile(
         name=_name(kind),
         device_type=kind,
@@ -64,9 +67,9 @@ def measured_machine(found: Measurement, past: PastRuns = NO_RUNS) -> MachinePro
         flops={"fp32": flops["fp32"], "bf16": low, "fp16": low, "fp8": low},
         memory_rate=Rate(elementwise.sizes[-1] / elementwise.seconds[-1], source),
         launch_s=Rate(elementwise.seconds[0] + rates.launch_s, source),
-        near=_measured_link(found, source),
-        far=_measured_link(found, source),
-        devices_per_node=max(found.num_ranks, torch.cuda.device_count()),
+        near=near,
+        far=_link_between_nodes(node_topology(), near, per_node),
+        devices_per_node=per_node,
         overlap=Rate(0.0 if interference is None else interference.overlap, source),
         rates=rates,
         past=past,
@@ -82,6 +85,19 @@ def _measured_link(found: Measurement, source: str) -> DeviceLink:
     latency_s = Rate(table.seconds[0] / (2 * (count - 1)), source)
     rate = Rate(2 * (count - 1) / count / byte_s, source)
     return DeviceLink(latency_s, rate, {count: found.collectives})
+
+
+def _link_between_nodes(topology: NodeTopology, near: DeviceLink, per_node: int) -> DeviceLink:
+    """What a device gets of the node's network; where the system does not tell its speed, as between devices."""
+    link = topology.between_nodes
+    if link is None:
+        source = f"{NOT_MEASURED}: as in a node, for the system does not tell the speed of its network"
+        return DeviceLink(Rate(near.latency_s.value, source), Rate(near.bytes_per_s.value, source))
+    source = (
+        f"{NOT_MEASURED}: what the system says of {link.name}, shared by {per_node} devices; latency is a round number"
+    )
+    latency_s = _RDMA_LATENCY_S if topology.rdma else _ETHERNET_LATENCY_S
+    return DeviceLink(Rate(latency_s, source), Rate(link.bytes_per_s / per_node, source))
 
 
 def _name(kind: str) -> str:
@@ -101,7 +117,11 @@ def _measured_now(num_ranks: int) -> MachineProfile:
         launch = _launch(device)
     finally:
         torch.set_num_threads(threads)
-    link = DeviceLink(Rate(launch.value, _ON_LINKS), Rate(rate.value / 4, _ON_LINKS))
+    topology, per_node = node_topology(), max(num_ranks, torch.cuda.device_count())
+    near = DeviceLink(Rate(launch.value, _ON_LINKS), Rate(rate.value / 4, _ON_LINKS))
+    if topology.between_gpus is not None and kind == "cuda":
+        told = f"{NOT_MEASURED}: what the system says of {topology.between_gpus.name}"
+        near = DeviceLink(Rate(launch.value, told), Rate(topology.between_gpus.bytes_per_s, told))
     return MachineProfile(
         name=_name(kind),
         device_type=kind,
@@ -109,9 +129,9 @@ def _measured_now(num_ranks: int) -> MachineProfile:
         flops={**flops, "bf16": low, "fp16": low, "fp8": low},
         memory_rate=rate,
         launch_s=launch,
-        near=link,
-        far=link,
-        devices_per_node=max(num_ranks, torch.cuda.device_count()),
+        near=near,
+        far=_link_between_nodes(topology, near, per_node),
+        devices_per_node=per_node,
     )
 
 
