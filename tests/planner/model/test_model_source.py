@@ -88,3 +88,11 @@ def test_a_kind_that_does_not_exist_gets_the_nearest(monkeypatch: pytest.MonkeyP
 def test_a_config_gets_the_head_that_it_is_trained_with(tmp_path: Path, config: dict[str, object], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert type(find_model(str(tmp_path)).model).__name__ == kind
+
+
+@pytest.mark.needs_library("transformers")
+def test_a_config_that_its_model_cannot_be_built_from_is_refused_in_words(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="builds no model: ZeroDivisionError"):
+        find_model(str(tmp_path))

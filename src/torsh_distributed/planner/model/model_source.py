@@ -87,6 +87,8 @@ def _from_transformers(where: str) -> nn.Module:
                 f" ({first_line(error)})",
                 hint=near or f"give {FORMS}",
             ) from error
+        except Exception as error:  # a config may be wrong in any way
+            raise _refused(where, error) from error
     return _built(transformers, config, where)
 
 
@@ -109,7 +111,16 @@ def _built(transformers: Any, config: Any, where: str) -> nn.Module:
             return built
         except (ValueError, TypeError):  # there is no such head, or several, of which a config without names says none
             continue
+        except Exception as error:  # a config may lack what its model reads, in any way
+            raise _refused(where, error) from error
     raise ConfigurationError(
         f"{where}: transformers builds no model of {type(config).__name__}",
         hint="name a function that builds your model: train:build_model",
+    )
+
+
+def _refused(where: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"{where}: its config builds no model: {type(error).__name__}: {first_line(error)}",
+        hint="complete the config, or name a function that builds your model: train:build_model",
     )
