@@ -37,10 +37,68 @@ class TunedRun:
 @app.command()
 def tune(
     run: RunFolder,
-    apply: Annotated[int, typer.Option("--apply", min=1, help="Number of the recommendation of `torsh why RUN`.")],
+    apply: Annotated[
+        int | None, typer.Option("--apply", min=1, help="Number of the recommendation of `torsh why RUN`.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is run, in turns.")] = 3,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Try plans for this model, named as for `torsh plan auto`."),
+    ] = None,
+    plans: Annotated[int, typer.Option("--plans", min=1, help="How many plans are tried; with --model.")] = 4,
 ) -> None:
-    """Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true."""
+    """Run a recorded job as it was and in other ways, in turns, and say what was gained.
+
+    With --apply: with a recommended change, and whether its predicted gain was true. With --model: with the plans that
+    are predicted to be the fastest on this machine; after every round the slower half is given up, and the one that is
+    left is kept with its measured gain.
+    """
+    if (apply is None) == (model is None):
+        raise InvalidArgument(
+            "torsh tune tries a recommendation or other plans",
+            hint=f"--apply 1 takes the first one of `torsh why {run}`; --model MODEL looks for plans",
+        )
+    if apply is not None:
+        _try_advice(run, apply, rounds)
+    elif model is not None:
+        _try_plans(run, model, count=plans, rounds=rounds)
+
+
+def _try_plans(run: Path, model: str, *, count: int, rounds: int) -> None:
+    """The fastest plans by prediction, in turns with the run as it was."""
+    from torsh_distributed.cli.trace.plan_trials import (
+        AS_IT_WAS,
+        halve,
+        keep,
+        predicted_plans,
+        recorded_plan,
+        with_plan,
+    )
+    from torsh_distributed.observe.trace.event_files import read_run
+
+    recorded = _recorded(run)
+    num_ranks = len(read_run(run).ranks)
+    found = predicted_plans(model, recorded_plan(recorded), num_ranks=num_ranks, count=count)
+    folder = run / "tuning"
+    folder.mkdir(parents=True, exist_ok=True)
+    ways = {AS_IT_WAS: recorded}
+    for number, (name, plan) in enumerate(found.items(), 1):
+        plan.save(folder / f"plan-{number}.toml", with_defaults=False)
+        ways[name] = with_plan(recorded, folder / f"plan-{number}.toml")
+
+    def trial(name: str, number: int) -> list[float]:
+        return _run_once(ways[name], folder / f"way-{[*ways].index(name)}-{number}", {}).steps_s
+
+    tuned = halve([*found], trial, rounds=rounds, tell=typer.echo)
+    if tuned.best is None:
+        raise ProcessFailure(
+            "none of the plans ran", hint="; ".join(f"{name}: {why}" for name, why in tuned.given_up.items())
+        )
+    typer.echo(keep(tuned, found[tuned.best], folder))
+
+
+def _try_advice(run: Path, apply: int, rounds: int) -> None:
+    """A recommended change, in turns with the run as it was."""
     from torsh_distributed.observe.bottlenecks.bottleneck import analyse
     from torsh_distributed.observe.bottlenecks.recommendation import recommend
 
