@@ -23,6 +23,7 @@ def test_the_plan_that_is_written_is_the_first_of_the_table(tmp_path: Path) -> N
     assert plan.training.batch_size == 64
     first = next(line for line in shown.output.splitlines() if line.startswith("│ 1"))
     assert plan.resolve(4).mesh.equation in first
+    assert "a cell is rank·part of the batch" in shown.output
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:

@@ -23,12 +23,15 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from torsh_distributed.planner.machine.machine_profile import MachineProfile
     from torsh_distributed.planner.search.ranking import RankedPlan, Ranking
 
 _SHOWN = 10
+_MOST_DRAWN = 64
+"""Ranks of a mesh that is drawn; `torsh plan show` draws larger ones."""
 
 
 def auto(
@@ -99,9 +102,22 @@ def auto(
     if not ranking.plans:
         console.print(f"{no_plan(ranking, chosen)}; {nearest(ranking)}", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1)
+    if 1 < gpus <= _MOST_DRAWN:
+        _draw(ranking.plans[0].plan, gpus, console)
     if output is not None:
         ranking.plans[0].plan.save(output, with_defaults=False)
         console.print(f"the first one is in {output}: torsh run --plan {output} …", highlight=False, soft_wrap=True)
+
+
+def _draw(plan: Plan, num_ranks: int, console: Console) -> None:
+    """The first plan's mesh: which rank is where, and what each axis means."""
+    from torsh_distributed.cli.plan.mesh_drawing import describe_axes, draw_mesh
+    from torsh_distributed.parallel.mesh.layout import MeshLayout
+
+    layout = MeshLayout(plan.mesh.resolve(num_ranks))
+    console.print(draw_mesh(layout), highlight=False)
+    for line in describe_axes(plan, layout):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _whole_number(text: str) -> int:

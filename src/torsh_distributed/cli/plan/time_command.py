@@ -76,6 +76,8 @@ def time(
     console = Console()
     rows = [(count, *question.answer(count, wanted)) for count in _counts(gpus)]
     _show(rows, console, limit_s)
+    for count, told in question.learned.items():
+        console.print(f"{count} GPUs: {told}", highlight=False, soft_wrap=True, markup=False)
     if question.notes:
         console.print(f"not measured: {', '.join(question.notes)}", highlight=False, soft_wrap=True, markup=False)
     if limit_s is not None:
@@ -108,6 +110,8 @@ class _TimeQuestion:
 
     def __post_init__(self) -> None:
         self.notes: tuple[str, ...] = ()
+        self.learned: dict[int, str] = {}
+        """By number of GPUs: what past runs say of the prediction."""
 
     def answer(self, count: int, tokens: float) -> tuple[TrainingTime | None, str]:
         """The time with the best plan, and the plan; or None and why there is none."""
@@ -127,6 +131,8 @@ class _TimeQuestion:
             return None, nearest(ranking)
         best = ranking.plans[0]
         self.notes = best.time.not_measured
+        if best.time.learned():
+            self.learned[count] = best.time.learned()
         return (
             TrainingTime(
                 num_devices=count,
