@@ -25,7 +25,7 @@ from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
 from torsh_distributed.parallel.data.lone_replicas import LoneReplicas
 from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
-from torsh_distributed.parallel.expert.expert_stacks import cast_expert_stacks
+from torsh_distributed.parallel.expert.autocast_stacks import cast_expert_stacks
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
-from torsh_distributed.observe.bottlenecks.median_difference import median_difference, median_of
+from torsh_distributed.observe.bottlenecks.median_difference import MedianDifference, median_difference, median_of
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.plan import AUTO
 
@@ -36,10 +36,10 @@ class Tuned:
     """Plan to the reason."""
 
     @property
-    def gain_s(self) -> tuple[float, float, float]:
+    def gain_s(self) -> MedianDifference:
         """What the best one gains for each step, and the interval of 95 %."""
         assert self.best is not None, "asked for a gain of a plan that ran"
-        return tuple(median_difference(self.steps_s[AS_IT_WAS], self.steps_s[self.best]))
+        return median_difference(self.steps_s[AS_IT_WAS], self.steps_s[self.best])
 
 
 def halve(names: list[str], trial: Trial, *, rounds: int, tell: Callable[[str], None]) -> Tuned:

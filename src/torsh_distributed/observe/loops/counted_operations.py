@@ -112,7 +112,7 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         left, right = (tensor.shape for tensor in args[:2])
         # A dim that the groups split is whole in one factor, and each group has its part: groups count if both have it.
         groups = left[0] if len(left) == len(right) == 3 else 1
-        return 2 * groups * left[-2] * left[-1] * right[-1]
+        return int(2 * groups * left[-2] * left[-1] * right[-1])
     return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 

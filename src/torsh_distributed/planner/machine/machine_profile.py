@@ -137,7 +137,7 @@ def _own_description(name: str) -> Path:
 def read_machine(path: Path) -> MachineProfile:
     """The machine in a description file: every number of it is marked as not measured.
 
-    With `device.like`, the name of a description that comes with this library, it says what is different from that one.
+    One that names a description of this library as `like`, beside its own name, says what is different from that one.
     """
     document = _document(path)
     problems = list(_problems(document))

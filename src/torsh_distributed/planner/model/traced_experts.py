@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from torsh_distributed.parallel.expert.expert_stacks import cast_expert_stacks
+from torsh_distributed.parallel.expert.autocast_stacks import cast_expert_stacks
 from torsh_distributed.parallel.models.structure import expert_modules
 
 _IMPLEMENTATION = "_experts_implementation"

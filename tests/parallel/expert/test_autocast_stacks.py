@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from tests.bed.world import World
 from tests.parallel.models.zoo import SPECIMENS
-from torsh_distributed.parallel.expert.expert_stacks import cast_expert_stacks
+from torsh_distributed.parallel.expert.autocast_stacks import cast_expert_stacks
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 
