@@ -39,7 +39,7 @@ def test_the_slower_half_is_given_up_and_all_that_are_left_run_equally_often() -
     assert found.best == "c"
     assert {name: len(runs) for name, runs in found.steps_s.items()} == {AS_IT_WAS: 6, "a": 4, "b": 2, "c": 6, "d": 2}
     assert {*found.given_up} == {"a", "b", "d"}
-    gain_s, low_s, high_s = found.gain_s
+    gain_s, low_s, high_s = found.gain
     assert low_s <= gain_s <= high_s
     assert gain_s == pytest.approx(0.2, abs=0.01)
 

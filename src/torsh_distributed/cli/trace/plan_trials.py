@@ -36,7 +36,7 @@ class Tuned:
     """Plan to the reason."""
 
     @property
-    def gain_s(self) -> MedianDifference:
+    def gain(self) -> MedianDifference:
         """What the best one gains for each step, and the interval of 95 %."""
         assert self.best is not None, "asked for a gain of a plan that ran"
         return median_difference(self.steps_s[AS_IT_WAS], self.steps_s[self.best])
@@ -123,7 +123,7 @@ def keep(found: Tuned, plan: Plan, folder: Path) -> str:
 
     A plan that is not clearly faster is not kept: the run stays as it was.
     """
-    gain_s, low_s, high_s = found.gain_s
+    gain_s, low_s, high_s = found.gain
     was_s = median_of(found.steps_s[AS_IT_WAS])
     told = (
         f"{found.best}: {was_s * 1e3:.2f} ms → {(was_s - gain_s) * 1e3:.2f} ms a step, {gain_s * 1e3:+.2f} ms gained"
