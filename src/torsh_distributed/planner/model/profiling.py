@@ -235,7 +235,7 @@ def _trace(
         for name, block in layers.items():
             vars(block)["forward"] = _TracedBlock(name, block, run, known)
         dtype = _DTYPES[plan.precision.dtype]
-        stack.enter_context(experts_as_trained(model, is_mixed=dtype is not None))
+        stack.enter_context(experts_as_trained(model, is_cast=dtype is torch.bfloat16))
         model.train()
         inputs = shape.make(num_samples)
         stack.enter_context(trace)

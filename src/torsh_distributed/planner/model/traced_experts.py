@@ -14,10 +14,10 @@ _IMPLEMENTATION = "_experts_implementation"
 
 
 @contextmanager
-def experts_as_trained(model: nn.Module, *, is_mixed: bool) -> Iterator[None]:
+def experts_as_trained(model: nn.Module, *, is_cast: bool) -> Iterator[None]:
     """Inside, experts are one grouped product: a loop over those that got tokens depends on values.
 
-    `is_mixed` casts their stacks as autocast does other weights, which is what the engine does with mixed precision.
+    `is_cast`: their stacks are cast as autocast does it with other weights, which is what the engine does in bf16.
     """
     named = list(expert_modules(model))
     config = getattr(model, "config", None)
@@ -26,7 +26,7 @@ def experts_as_trained(model: nn.Module, *, is_mixed: bool) -> Iterator[None]:
     kinds = [(module, type(module)) for module in map(model.get_submodule, named)]
     if has_choice:
         setattr(config, _IMPLEMENTATION, "grouped_mm")
-    if is_mixed:
+    if is_cast:
         cast_expert_stacks(model)
     try:
         yield
