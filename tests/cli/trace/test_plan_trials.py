@@ -117,6 +117,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.matrix  # six jobs
 def test_a_recorded_job_is_tried_with_other_plans(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     Plan(training={"batch_size": 8}).save(tmp_path / "p.toml", with_defaults=False)

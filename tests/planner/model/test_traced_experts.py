@@ -10,7 +10,7 @@ import torch
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.model.profiling import profile_model
 
-pytestmark = pytest.mark.needs_library("transformers")
+pytestmark = [pytest.mark.needs_library("transformers"), pytest.mark.slow]
 
 WIDTH, INNER, EXPERTS, CHOSEN, LENGTH = 64, 96, 8, 2, 32
 
