@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +94,32 @@ def test_tensors_come_back_by_either_way(tensors: list[torch.Tensor], is_file: b
         assert one.dtype == other.dtype
         assert torch.equal(one.float(), other.float())
         assert one.shape == other.shape
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.array(3, dtype=np.int16),
+        np.zeros((0, 4), dtype=np.float32),
+        np.array([True, False]),
+        np.arange(8)[::-2],
+        np.frombuffer(b"read only"[:8], dtype=np.uint32),
+    ],
+    ids=lambda array: f"{array.dtype}-{array.shape}",
+)
+def test_arrays_of_numpy_come_back_as_they_were(array: np.ndarray[Any, Any]) -> None:
+    (back,) = through([6, 1, [array]])[2]
+    assert isinstance(back, np.ndarray)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(back, array)
+    assert through([6, 1, [np.float32(0.5), np.int64(3), np.bool_(True)]])[2] == [0.5, 3, True]
+
+
+@pytest.mark.parametrize("array", [np.array(["text"]), np.array([None]), np.arange(3, dtype=">i4")])
+def test_arrays_of_anything_but_numbers_are_refused_with_their_place(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(SerializationError, match=r"args\[1\]\['k'\] cannot be sent: it is a ndarray"):
+        encode([1, 1, "f", 1.0, [0, {"k": array}], {}], REGISTRY)
 
 
 def memory_taken(head: bytes, num_payload: int) -> int | None:

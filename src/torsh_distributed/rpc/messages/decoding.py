@@ -144,6 +144,8 @@ class Opened:
     def _shrink(self, code: int, data: bytes) -> Any:
         if code == Ext.TENSOR:
             return self._tensor(*TABLE_BYTES.unpack(data))
+        if code == Ext.ARRAY:
+            return self._tensor(*TABLE_BYTES.unpack(data)).numpy()
         if code == Ext.TUPLE:
             return tuple(self._inner(data))
         if code == Ext.SET:

@@ -1,4 +1,4 @@
-"""What a call carries: plain values, tensors, registered dataclasses, references and exposed functions. Never code.
+"""What a call carries: plain values, tensors, arrays, registered dataclasses, references, functions by name.
 
 ::
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ _NO_TABLE = TABLE_BYTES.pack(0)
 class Ext:
     """The extensions of MessagePack: part of the format, so numbers are never reused."""
 
-    TENSOR, TUPLE, SET, COMPLEX, BIG_INT, BUFFER, DATACLASS, REFERENCE, FUNCTION = range(1, 10)
+    TENSOR, TUPLE, SET, COMPLEX, BIG_INT, BUFFER, DATACLASS, REFERENCE, FUNCTION, ARRAY = range(1, 11)
 
 
 class ValueRegistry(Protocol):
@@ -117,6 +118,8 @@ class _Encoder:
         """What MessagePack does not have, as an extension."""
         if isinstance(value, Tensor):
             return msgpack.ExtType(Ext.TENSOR, self._add(_table_row(value), _bytes_of(value)))
+        if isinstance(value, np.ndarray):
+            return msgpack.ExtType(Ext.ARRAY, self._add(*_array_buffer(value)))
         if isinstance(value, tuple):
             return msgpack.ExtType(Ext.TUPLE, self.pack(list(value)))
         if isinstance(value, set | frozenset):
@@ -129,6 +132,8 @@ class _Encoder:
             return msgpack.ExtType(
                 Ext.BIG_INT, int(value).to_bytes(int(value).bit_length() // 8 + 1, "little", signed=True)
             )
+        if isinstance(value, np.bool_ | np.number) and not isinstance(value, float):
+            return value.item()
         kinds: tuple[type, ...] = (float, str, bytes, dict, list)
         plain = next((kind for kind in kinds if isinstance(value, kind)), None)
         return self._registered(value) if plain is None else plain(value)  # of a subclass its value travels
@@ -229,8 +234,8 @@ def _cannot_send(message: Any, part: Any) -> SerializationError:
     path = next((found for found in paths if found is not None), "the value")
     return SerializationError(
         f"{path} cannot be sent: it is a {type(part).__name__}",
-        hint="numbers, text, bytes, lists, tuples, sets, dicts and tensors travel, and dataclasses that both sides "
-        "registered with rpc.sendable; functions only if they were exposed",
+        hint="numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays of numbers travel, and dataclasses "
+        "that both sides registered with rpc.sendable; functions only if they were exposed",
         path=path,
     )
 
@@ -263,6 +268,15 @@ def _table_row(tensor: Tensor) -> list[int]:
             layout=str(tensor.layout),
         )
     return [tag, int(tensor.is_cuda), *tensor.shape]
+
+
+def _array_buffer(array: np.ndarray[Any, Any]) -> tuple[list[int], memoryview]:
+    """An array of NumPy as a row of the table and its bytes."""
+    try:
+        tag = TAGS[torch.from_numpy(np.empty(0, array.dtype)).dtype]
+    except (TypeError, ValueError, KeyError):  # of objects or texts, or in another order of bytes
+        raise _Unsendable(array) from None
+    return [tag, 0, *array.shape], np.asarray(array, order="C").reshape(-1).view(np.uint8).data
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
