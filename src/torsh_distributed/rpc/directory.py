@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -49,6 +50,7 @@ class WorkerDirectory:
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self._store = dist.PrefixStore("rpc", store)
+        self._waiting: dist.Store | None = None
 
     def secret(self) -> bytes:
         """What members of the job prove to each other: the job's secret, or one that the first worker puts here.
@@ -115,14 +117,21 @@ class WorkerDirectory:
 
     def wait(self, names: list[str], timeout_s: float) -> None:
         """Until workers with all these names are there; torch's store raises after the time."""
-        self._store.wait([f"worker/{name}" for name in names], timedelta(seconds=timeout_s))
+        self._wait([f"worker/{name}" for name in names], timeout_s)
 
     def meet(self, what: str, num_workers: int, timeout_s: float, *, waits: bool = True) -> None:
         """Say that this worker is at this point, and wait until all are."""
         if self._store.add(f"{what}/count", 1) == num_workers:
             self._store.set(f"{what}/all", "")
         if waits:
-            self._store.wait([f"{what}/all"], timedelta(seconds=timeout_s))
+            self._wait([f"{what}/all"], timeout_s)
+
+    def _wait(self, keys: list[str], timeout_s: float) -> None:
+        """On a connection of its own: a client of torch's store does nothing else while one thread waits in it, and
+        calls that arrive meanwhile look workers up."""
+        if self._waiting is None:
+            self._waiting = dist.PrefixStore("rpc", self.store.clone())  # type: ignore[attr-defined]  # not in stubs
+        self._waiting.wait(keys, timedelta(seconds=timeout_s))
 
     def names(self) -> list[str]:
         """The workers that are there, in the order in which they first came."""
@@ -131,6 +140,14 @@ class WorkerDirectory:
         lines = self._store.get(_LOG_KEY).decode().splitlines()
         names = dict.fromkeys(json.loads(line) for line in lines)
         return [name for name in names if self._store.check([f"worker/{name}"])]
+
+    def workers(self) -> list[WorkerInfo]:
+        """Those that are there, in the same order."""
+        found = []
+        for name in self.names():
+            with contextlib.suppress(InvalidArgument):  # it has left since
+                found.append(self.find(name))
+        return found
 
     def remove(self, info: WorkerInfo) -> None:
         """This process leaves."""

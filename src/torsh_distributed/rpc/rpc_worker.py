@@ -19,6 +19,7 @@ from torsh_distributed.rpc.calling.connecting import listen_on_network, open_lan
 from torsh_distributed.rpc.calling.link import Link, PendingCall
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, RemoteStream
 from torsh_distributed.rpc.directory import WorkerDirectory, WorkerInfo
+from torsh_distributed.rpc.graceful_end import GracefulEnd
 from torsh_distributed.rpc.messages.lane_pair import CALL, REMOTE, STREAM
 from torsh_distributed.rpc.references import HeldReferences, ObjectTable, RRef
 from torsh_distributed.rpc.serving.call_server import CallServer
@@ -70,10 +71,12 @@ class RpcWorker:
         self._held = HeldReferences()
         self._names_by_id: dict[int, str] = {}
         self._num_remote = 0
+        self._end = GracefulEnd()
         self._loop = EventLoop("rpc-replies")
+        inline: list[Callable[..., Any]] = [self.fetch, self.renew, self.release, self.echo, *self._end.functions()]
         self._internal = {
             f"@{function.__name__}": Exposed(f"@{function.__name__}", function, ExposeOptions(inline=True))
-            for function in (self.fetch, self.renew, self.release, self.echo)
+            for function in inline
         }
         unix, tcp = listen_on_node("rpc"), listen_on_network(host)
         self._server = CallServer(
@@ -236,7 +239,7 @@ class RpcWorker:
 
     def workers(self) -> list[WorkerInfo]:
         """All that are there now."""
-        return [self.directory.find(name) for name in self.directory.names()]
+        return self.directory.workers()
 
     def wait_for(self, names: Iterable[str], *, timeout_s: float | None = None) -> None:
         """See `rpc.wait_for_workers`."""
@@ -252,10 +255,11 @@ class RpcWorker:
 
     def leave_together(self, num_workers: int, timeout_s: float) -> None:
         """Until as many workers have come to their end, and none needs the store any more that worker 0 may host."""
-        self.meet("end", num_workers, timeout_s=timeout_s)
+        self._end.wait(self, num_workers, timeout_s)
         self._unlist()
         with translate_errors("rpc end", num_workers=num_workers):
-            self.directory.meet("left", num_workers, timeout_s, waits=self.info.id == 0)
+            # All have agreed to leave, so this takes no time of its own.
+            self.directory.meet("left", num_workers, min(timeout_s, DEFAULT_TIMEOUT_S), waits=self.info.id == 0)
 
     def settle_calls(self) -> None:
         """Until all calls of this worker have ended, in whatever way."""
@@ -339,9 +343,10 @@ class RpcWorker:
             self._internal[function].function(argument)
             return
         try:
-            self.call(owner, function, (argument,), timeout_s=self._lease_s)
+            with translate_errors(function):
+                self.call(owner, function, (argument,), timeout_s=self._lease_s)
         except TorshError:
-            return  # the owner is gone, and the object with it
+            return  # the owner is gone, and the object with it; or this worker is
 
     def fetch(self, key: str) -> Future[Any]:
         """The object itself, for a holder."""

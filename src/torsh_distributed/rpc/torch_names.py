@@ -19,13 +19,12 @@ from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.rpc import current_worker
 from torsh_distributed.rpc.calling.remote_future import as_torch_future
 from torsh_distributed.rpc.directory import WorkerInfo
+from torsh_distributed.rpc.graceful_end import FOREVER_S
 from torsh_distributed.rpc.job_store import job_store
 from torsh_distributed.rpc.rpc_worker import DEFAULT_TIMEOUT_S, Target, To
 from torsh_distributed.rpc.serving.exposed import TABLE
 
 _UNSET = -1.0
-_FOREVER_S = 1e9
-"""What torch's timeout of 0 means."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +56,7 @@ def init_rpc(
             "maps of devices are not offered",
             hint="tensors of a GPU arrive on the receiver's current GPU by themselves",
         )
-    timeout_s = options.rpc_timeout or _FOREVER_S
+    timeout_s = options.rpc_timeout or FOREVER_S
     rank_given = None if rank < 0 else rank
     store = _store_at(options.init_method, rank, timeout_s)
     TABLE.open_module("__main__")
@@ -85,12 +84,13 @@ def _store_at(init_method: str, rank: int, timeout_s: float) -> dist.Store:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave. Gracefully: once all workers of `init_rpc`'s world size have called this and all calls have ended.
 
+    A `timeout` of 0 is none, as in torch; a worker that is gone and never called this is a CommunicationError at once.
     Without a world size, or with `graceful=False`, at once: calls under way fail. Nothing if not started.
     """
     if not current_worker.is_started():
         return
     worker = current_worker.current_worker()
-    limit_s = timeout or worker.timeout_s
+    limit_s = timeout or FOREVER_S
     try:
         if graceful and worker.num_expected is not None:
             worker.settle_calls()
@@ -127,4 +127,4 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def _seconds(timeout: float) -> float | None:
-    return None if timeout == _UNSET else timeout or _FOREVER_S
+    return None if timeout == _UNSET else timeout or FOREVER_S
