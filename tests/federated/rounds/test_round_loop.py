@@ -12,7 +12,18 @@ from torch import nn
 from tests.federated.small_task import Points, SmallTask
 from torsh_distributed import events
 from torsh_distributed.errors import CheckpointError, CommunicationError, ConfigurationError, InvalidArgument
-from torsh_distributed.federated import Availability, FedAdam, FederatedConfig, FedProx, RoundRecord, Scaffold, simulate
+from torsh_distributed.federated import (
+    Availability,
+    Bulyan,
+    FedAdam,
+    FederatedConfig,
+    FedProx,
+    MultiKrum,
+    RobustRule,
+    RoundRecord,
+    Scaffold,
+    simulate,
+)
 
 
 class OddTask(SmallTask):
@@ -67,6 +78,34 @@ def test_a_round_without_enough_updates_is_tried_again_and_then_refused_with_the
             config=FederatedConfig(clients_per_round=5),
             availability=Availability(dropout=1.0),
         )
+
+
+class NotFiniteTask(SmallTask):
+    """The smallest clients send values that are not finite."""
+
+    def __init__(self, num_hostile: int) -> None:
+        super().__init__()
+        self.num_hostile = num_hostile
+
+    def train(self, model: nn.Module, data: Points, epochs: int) -> Mapping[str, float]:
+        figures = super().train(model, data, epochs)
+        if len(data) < 4 + 3 * self.num_hostile:
+            nn.init.constant_(next(model.parameters()), torch.nan)
+        return figures
+
+
+@pytest.mark.parametrize("rule", [MultiKrum(hostile=2), Bulyan(hostile=2)], ids=lambda rule: rule.name)
+def test_hostile_clients_do_not_end_a_round_by_updates_that_are_refused(rule: RobustRule) -> None:
+    """They are some of the f that the rule reckons with; one more of them than that is one too many."""
+    num_clients = rule.fewest
+    config = FederatedConfig(rounds=2, clients_per_round=num_clients, min_clients=num_clients, rule=rule)
+    records = simulate(NotFiniteTask(2), num_clients=num_clients, config=config).rounds
+    assert [record.num_updates for record in records] == [num_clients - 2] * 2
+    with pytest.raises(CommunicationError, match=f"{num_clients - 3} updates in 3 attempts, and needs {num_clients}"):
+        simulate(NotFiniteTask(3), num_clients=num_clients, config=config)
+    assert rule.hostile == 2
+    with pytest.raises(CommunicationError, match="did not answer"):  # a client that is away is no hostile one
+        simulate(SmallTask(), num_clients=num_clients, config=config, availability=Availability(dropout=0.3))
 
 
 def test_updates_that_are_too_long_are_left_out() -> None:

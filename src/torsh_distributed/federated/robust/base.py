@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -51,6 +52,15 @@ class RobustRule(ABC):
                 f"and n = {num_updates}",
                 hint="ask more clients (clients_per_round, min_clients), or expect fewer hostile ones",
             )
+
+    def without(self, num_refused: int) -> Self:
+        """The rule for a round in which so many updates were refused: so many hostile clients are out already.
+
+        The inequality holds on: with each of them n is one less, and f, which counts twice or more, too.
+        """
+        rule = copy.copy(self)
+        rule.hostile = max(0, self.hostile - num_refused)
+        return rule
 
     @abstractmethod
     def _combine(self, updates: Tensor) -> Tensor:

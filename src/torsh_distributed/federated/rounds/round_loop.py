@@ -155,9 +155,15 @@ class RoundLoop:
             chosen = self._choose(order)
             replies = self._cohort.train(order, chosen)
             # With central privacy a round without answers counts too: to repeat it would tell that there were none.
-            if replies.num_updates >= config.min_clients or self._noise is not None:
+            if self._is_enough(replies) or self._noise is not None:
                 return order, chosen, replies
         raise self._too_few(replies)
+
+    def _is_enough(self, replies: RoundReplies) -> bool:
+        """An odd update was one of the hostile ones that a rule reckons with: nobody can end a run by odd updates."""
+        rule = self._config.rule
+        num_known = 0 if rule is None else min(len(replies.refused), rule.hostile)
+        return replies.num_updates + num_known >= self._config.min_clients
 
     def _buffered_updates(self, buffer: AsyncBuffer) -> tuple[RoundOrder, list[str], RoundReplies]:
         """As many as the buffer holds, from clients that began with this model or with earlier ones."""
@@ -251,7 +257,8 @@ class RoundLoop:
         """The round's update, by the mean or what takes its place."""
         if self._config.rule is not None:
             updates = torch.stack([replies.kept[client] for client in sorted(replies.kept)])
-            return MeanUpdate(delta=self._config.rule.combine(updates), num_updates=len(updates))
+            rule = self._config.rule.without(len(replies.refused))
+            return MeanUpdate(delta=rule.combine(updates), num_updates=len(updates))
         if self._noise is None:
             return replies.total.mean(self._global.dtype)
         total = replies.total.total(self.vector)

@@ -132,6 +132,8 @@ class RoundReplies:
     num_unclipped: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     """Client to why it does not count."""
+    refused: set[str] = field(default_factory=set)
+    """Those of them whose update arrived and was odd: of a hostile client, or one that is no better."""
     figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """What clients reported, each with its number of samples."""
     measured: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -152,6 +154,7 @@ class RoundReplies:
         self.kept.update(other.kept)
         self.num_unclipped += other.num_unclipped
         self.failures.update(other.failures)
+        self.refused |= other.refused
         for name, pairs in other.figures.items():
             self.figures.setdefault(name, []).extend((weight, value) for weight, value in pairs)
         self.measured.update(other.measured)
@@ -204,16 +207,14 @@ class UpdateIntake:
             try:
                 update.delta = decoded(method, update.delta, order.model, order.codec_seed(update.client))
             except CompressionError as error:
-                self.replies.failures[update.client] = error.message
-                return False
+                return self._refuse(update.client, error.message)
         return self.take(update)
 
     def take(self, update: ClientUpdate) -> bool:
         """Add an update; whether it counts. If not, `replies.failures` says why."""
         problem = self._problem(update)
         if problem is not None:
-            self.replies.failures[update.client] = problem
-            return False
+            return self._refuse(update.client, problem)
         if self._order.keeps_updates:
             self.replies.kept[update.client] = update.delta
         elif self._order.central_clip is not None:
@@ -228,6 +229,11 @@ class UpdateIntake:
         for name, value in update.figures.items():
             self.replies.figures.setdefault(name, []).append((update.num_samples, value))
         return True
+
+    def _refuse(self, client: str, reason: str) -> bool:
+        self.replies.failures[client] = reason
+        self.replies.refused.add(client)
+        return False
 
     def _problem(self, update: ClientUpdate) -> str | None:
         if update.round != self._order.round:
