@@ -75,7 +75,6 @@ def simulate_command(
     """Train with virtual clients on this machine."""
     from torsh_distributed.federated.async_buffer import AsyncBuffer
     from torsh_distributed.federated.federated_task import load_task
-    from torsh_distributed.federated.robust.registry import rule_named
     from torsh_distributed.federated.simulation.simulate import simulate
     from torsh_distributed.federated.simulation.virtual_clients import Availability
 
@@ -87,8 +86,8 @@ def simulate_command(
         local_epochs=epochs,
         strategy=strategy,
         selection=selection,
-        rule=None if rule is None else rule_named(rule, hostile),
-        min_clients=None if rule is None else rule_named(rule, hostile).fewest,
+        rule=rule,
+        hostile=hostile,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
         secure_aggregation=secure_aggregation,
         upload=upload,
@@ -143,6 +142,8 @@ def serve_command(
     epochs: Epochs = None,
     strategy: StrategyName = None,
     selection: SelectionName = None,
+    rule: Rule = None,
+    hostile: Hostile = 0,
     buffer: Buffer = None,
     secure_aggregation: Secure = False,
     upload: Upload = None,
@@ -172,6 +173,8 @@ def serve_command(
         local_epochs=epochs,
         strategy=strategy,
         selection=selection,
+        rule=rule,
+        hostile=hostile,
         buffer=None if buffer is None else AsyncBuffer(size=buffer),
         secure_aggregation=secure_aggregation,
         upload=upload,
@@ -277,15 +280,25 @@ def key_command(
 
 def _config(task: FederatedTask, **given: Any) -> FederatedConfig:
     """The task's config with what the command line says."""
+    from torsh_distributed.errors import InvalidArgument
     from torsh_distributed.federated.client_selection import selection_named
     from torsh_distributed.federated.federated_config import config_of
     from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
+    from torsh_distributed.federated.robust.registry import rule_named
     from torsh_distributed.federated.strategies.registry import strategy_named
 
     for name, find in (("strategy", strategy_named), ("selection", selection_named)):
         if given[name] is not None:
             given[name] = find(given[name])
     config = config_of(task)
+    given.setdefault("min_clients", None)
+    hostile = given.pop("hostile")
+    if given["rule"] is not None:
+        given["rule"] = rule_named(given["rule"], hostile)
+        if given["min_clients"] is None:
+            given["min_clients"] = max(config.min_clients, given["rule"].fewest)
+    elif hostile:
+        raise InvalidArgument("--hostile is for --rule, and has no effect without it", hostile=hostile)
     if given.pop("secure_aggregation"):
         secure = config.secure_aggregation or SecureAggregation()
         fewest = max(given["min_clients"] or config.min_clients, secure.fewest)
