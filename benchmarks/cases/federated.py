@@ -18,6 +18,8 @@ import torch
 from benchmarks.federated_tasks import EmptyRounds
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import ROOT
+from tests.federated.robust.hostile_digits import ATTACKS, NOT_FINITE, NUM_CLIENTS, accuracy
+from tests.federated.strategies.synthetic_points import accuracies
 from torsh_distributed.federated import ClientUpdate, FederatedConfig, RoundServer, SecureAggregation
 from torsh_distributed.federated.deployment.device_messages import pack_update
 from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey
@@ -25,12 +27,16 @@ from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.privacy.secure_sum.sum_collector import SumCollector
 from torsh_distributed.federated.privacy.secure_sum.sum_member import SumMember
 from torsh_distributed.federated.privacy.secure_sum.sum_roster import SUM_STEPS, SumContext
+from torsh_distributed.federated.robust.base import RobustRule
+from torsh_distributed.federated.robust.registry import rule_named
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
 _NUM_CLIENTS, _NUMEL, _MOST_LOST = 20, 100_000, 7
 _STEPS = ("work", *SUM_STEPS)
 _DEVICES = 10
 _WARM_ROUNDS = 2
+_RULES = {"median": 6, "trimmed_mean": 6, "multi_krum": 6, "bulyan": 4}
+"""With how many hostile clients of 20."""
 
 
 class _Sum:
@@ -81,6 +87,10 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         yield from _over_tls(budget)
     if budget.wants("secure"):
         yield from _secure(budget)
+    if budget.wants("hostile"):
+        yield from _hostile(budget)
+    if budget.wants("stragglers"):
+        yield from _stragglers(budget)
 
 
 def _run(python: str, module: str, *args: object) -> dict[str, Any]:
@@ -204,13 +214,47 @@ def _secure(budget: Budget) -> Iterator[Row | Note]:
         )
 
 
+def _hostile(budget: Budget) -> Iterator[Note]:
+    """What attacks cost in accuracy. It does not depend on how busy the machine is."""
+    seeds, rounds = (1, 2) if budget.is_quick else (5, 80)
+    for alpha, data in ((None, "data alike"), (1.0, "data by Dirichlet(1)")):
+        for name, hostile in _RULES.items():
+            rule = rule_named(name, hostile)
+            rule.mixing = True
+
+            def points(attack: str | None, rule: RobustRule = rule, alpha: float | None = alpha) -> list[float]:
+                return [100 * accuracy(rule, attack, alpha=alpha, seed=seed, rounds=rounds) for seed in range(seeds)]
+
+            clean = points(None)
+            lost = {
+                attack: max(before - after for before, after in zip(clean, points(attack), strict=True))
+                for attack in (*ATTACKS, NOT_FINITE)
+            }
+            shown = ", ".join(f"{attack.replace('_', ' ')} {most:.1f}" for attack, most in lost.items())
+            yield Note(
+                text=f"{name} with mixing, {hostile} of {NUM_CLIENTS} clients hostile, {data}, {rounds} rounds: "
+                f"{sum(clean) / seeds:.1f} % without attack; most points lost of {seeds} seeds: {shown}."
+            )
+
+
+def _stragglers(budget: Budget) -> Iterator[Note]:
+    rounds = 1 if budget.is_quick else 80
+    for seed in range(1 if budget.is_quick else 3):
+        averaged, proximal = accuracies(seed=seed, rounds=rounds, stragglers=0.9)
+        yield Note(
+            text=f"synthetic(1, 1), 90 % stragglers, {rounds} rounds, seed {seed}: FedAvg without them "
+            f"{100 * averaged:.1f} %, FedProx with what they did {100 * proximal:.1f} %."
+        )
+
+
 CASE = Case(
     title="Federated training",
     about="""Rounds of 100 of 1,000 virtual clients that each train a small network for an epoch on one or two digits,
     in processes of each library, in turns; of Flower, which takes seconds for a round, in the first turn only. A round
     over TLS with ten processes whose training is empty. A secure sum with all clients and the server in one process:
     the masked upload beside a plain update in float32, what a client computes in a round besides training, and what
-    the server does for all.""",
+    the server does for all. Accuracy under attacks, with robust rules; and with stragglers, on the data of FedProx's
+    paper.""",
     rows=_rows,
-    parts=("rounds", "devices", "secure"),
+    parts=("rounds", "devices", "secure", "hostile", "stragglers"),
 )
