@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 import weakref
@@ -361,6 +362,13 @@ def test_before_start_every_function_says_what_to_do() -> None:
     with pytest.raises(BackendNotInitialized, match=r"rpc\.start"):
         rpc.call("a", "b")
     assert not rpc.is_started()
+
+
+@pytest.mark.parametrize("name", ["call", "call_async", "call_all", "stream", "ping"])
+def test_the_functions_of_the_module_have_the_signatures_of_the_methods(name: str) -> None:
+    own, method = (inspect.signature(getattr(home, name)) for home in (rpc, RpcWorker))
+    assert list(own.parameters.values()) == list(method.parameters.values())[1:]
+    assert own.return_annotation == method.return_annotation
 
 
 def test_the_functions_of_the_module_use_the_worker_of_the_process(make_worker: MakeWorker) -> None:

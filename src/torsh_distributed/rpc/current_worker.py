@@ -1,4 +1,8 @@
-"""The worker of this process, and the functions that use it: `rpc.start`, `rpc.call` and the others."""
+"""The worker of this process, and the functions that use it: `rpc.start`, `rpc.call` and the others.
+
+They have the parameters of the worker's methods once more: before `start` there is no worker whose methods could be
+exported, and editors, the reference and mypy read a function's own signature. A test holds the two equal.
+"""
 
 from __future__ import annotations
 
