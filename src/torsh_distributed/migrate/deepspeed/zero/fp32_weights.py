@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
+from torsh_distributed.checkpoint.files.block_hashes import damaged
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
+from torsh_distributed.checkpoint.files.manifest import MARKER, read_manifest
+from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.checkpoint.loading.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as whole_fp32_weights
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import SHARED, read_engine_state
@@ -24,27 +28,26 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """The model's state with fp32 weights: masters where the checkpoint has them, also of one that DeepSpeed wrote.
 
-    Runs in one process.
+    A rank may call it alone, while the others do something else.
     """
     place = _place(Path(checkpoint_dir), tag)
     if not any(place.glob("engine_state_rank*.pt")):
         return whole_fp32_weights(checkpoint_dir, place.name, exclude_frozen=exclude_frozen_parameters)
     # A file of before this was kept has no such entry: then every name has its own tensor.
     shared: Mapping[str, str] = read_engine_state(place).get(SHARED, {})
-    with CheckpointManager(place) as manager:
-        saved = manager.open(None)
-        names = [name.removeprefix(f"{MODEL}.") for name in saved.tensors if name.startswith(f"{MODEL}.")]
-        found: dict[str, Tensor] = {}
-        for name in sorted(names, key=lambda one: one in shared):
-            if shared.get(name) in found:
-                found[name] = found[shared[name]]
-                continue
-            master = f"{OPTIMIZER}.state.{name}.master"
-            source = master if master in saved.tensors else f"{MODEL}.{name}"
-            kind = saved.tensors[source]
-            value = torch.empty(kind.shape, dtype=kind.dtype)
-            saved.fill(source, StateParts().layout(name, value), value)
-            found[name] = value.float() if value.is_floating_point() else value
+    saved = _read_alone(place)
+    names = [name.removeprefix(f"{MODEL}.") for name in saved.tensors if name.startswith(f"{MODEL}.")]
+    found: dict[str, Tensor] = {}
+    for name in sorted(names, key=lambda one: one in shared):
+        if shared.get(name) in found:
+            found[name] = found[shared[name]]
+            continue
+        master = f"{OPTIMIZER}.state.{name}.master"
+        source = master if master in saved.tensors else f"{MODEL}.{name}"
+        kind = saved.tensors[source]
+        value = torch.empty(kind.shape, dtype=kind.dtype)
+        saved.fill(source, StateParts().layout(name, value), value)
+        found[name] = value.float() if value.is_floating_point() else value
     return {name: found[name] for name in names}
 
 
@@ -96,6 +99,19 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     if isinstance(item, list | tuple):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
+
+
+def _read_alone(place: Path) -> SavedCheckpoint:
+    """The checkpoint that the Engine wrote under a tag, verified by this process, which may be one rank of a job."""
+    steps = CheckpointDirectory(place).complete_steps()
+    if not steps and not (place / MARKER).exists():
+        raise CheckpointError(f"there is no whole checkpoint in {place}", hint="save it again, or name another tag")
+    path = CheckpointDirectory(place).step_path(steps[0]) if steps else place
+    manifest = read_manifest(path)
+    damage = find_damage(path, manifest)
+    if damage:
+        raise damaged(path, damage)
+    return SavedCheckpoint(path, manifest)
 
 
 def _place(directory: Path, tag: str | None) -> Path:
