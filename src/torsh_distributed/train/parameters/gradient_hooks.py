@@ -85,6 +85,18 @@ class GradientHooks:
         for number in found:
             table[number] = _nothing
 
+    def give_back(self) -> dict[str, list[Hooks]]:
+        """Put the hooks back, for an engine that has autograd run them; returns torch's tables of them, by parameter.
+
+        Those of `register_post_accumulate_grad_hook` are back too, and not in what is returned.
+        """
+        for hooks in self._by_name.values():
+            for table, found in (*hooks.on_gradient, *hooks.on_param):
+                table.update({number: hook for number, hook in found.items() if number in table})
+        tables = {name: [table for table, _ in hooks.on_gradient] for name, hooks in self._by_name.items()}
+        self._by_name = {}
+        return {name: found for name, found in tables.items() if found}
+
     def check(self, strategy: Strategy, plan: Plan) -> None:
         """Refuse hooks on gradients that leave during backward, and on parameters of which this rank has a part."""
         if plan.offload.enabled and self._by_name:

@@ -7,7 +7,7 @@ during the last backward, if the engine knows in forward that it is the last, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.errors import FeatureNotAvailable, first_line
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.untrained_model import NoOptimizer
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
+from torsh_distributed.migrate.deepspeed.zero.local_hooks import LocalHooks
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.state.whole_state import plain_name
@@ -124,18 +126,20 @@ class MicrobatchLoop:
         self._num_open = 0
         """Forwards since the last backward: replicas can reduce during backward only if there is one."""
         self._is_in_backward = self._is_scaled_by_hand = False
+        self.hooks = LocalHooks(core)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ends_update: bool | None) -> Any:
         """The model's outputs. `ends_update`: whether backward will end an accumulation; None if it is not known."""
         core = self._core
         if self._is_untrained or not (torch.is_grad_enabled() and core.model.training):
-            with self._autocast():
+            with self._autocast(), _naming_foreign_shards():
                 return core.model(*args, **kwargs)
         self._update.began()
         self._num_open += 1
         self._is_averaged = False
-        with events.phase("forward"), self._syncing(bool(ends_update)), self._autocast():
+        with events.phase("forward"), self._syncing(bool(ends_update)), self._autocast(), _naming_foreign_shards():
             outputs = core.model(*args, **kwargs)
+        self.hooks.attach()
         if self._settings.batch.accumulation > 1 or self._update.scaler.loss_scale != 1.0:
             for tensor in _tensors(outputs):
                 if tensor.requires_grad:
@@ -226,6 +230,22 @@ class MicrobatchLoop:
         if self._update.scaler.loss_scale != 1.0 and not self._is_scaled_by_hand:
             raise RuntimeError(_UNSCALED)
         return grad / self._settings.batch.accumulation
+
+
+@contextmanager
+def _naming_foreign_shards() -> Iterator[None]:
+    """Around a forward: a parameter of stage 3 that another module uses is a shard there, and torch names only that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise FeatureNotAvailable(
+            "a module's forward used a parameter of another module, of which this rank has a shard under ZeRO stage 3",
+            hint="say so before deepspeed.initialize: deepspeed.zero.register_external_parameter(module, parameter), or"
+            " deepspeed.utils.set_z3_leaf_modules(model, [the class of the module that uses it])",
+            reason=first_line(error),
+        ) from error
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

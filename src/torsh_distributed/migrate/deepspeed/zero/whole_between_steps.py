@@ -51,7 +51,7 @@ class WholeBetweenSteps:
         for piece in self._pieces:
             state = piece._get_fsdp_state()
             state._lazy_init()  # the model's own first, as forward would do it
-            for group in _param_groups(state):
+            for group in param_groups(state):
                 # FSDP2 shards parameters before a state dict is made. Here whoever needs shards says so.
                 for handle in group._module_to_pre_save_state_dict_hook_handle.values():
                     handle.remove()
@@ -92,7 +92,7 @@ class WholeBetweenSteps:
                 state[name] = whole(value.detach())
 
 
-def _param_groups(state: Any) -> list[Any]:
+def param_groups(state: Any) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together; a state of torch 2.11 and 2.12 has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
