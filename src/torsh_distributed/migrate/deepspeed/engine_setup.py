@@ -31,6 +31,7 @@ from torsh_distributed.migrate.deepspeed.training.sparse_embeddings import avera
 from torsh_distributed.migrate.deepspeed.training.untrained_model import untrained_core
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
+from torsh_distributed.migrate.deepspeed.zero.kept_in_place import keep_in_place
 from torsh_distributed.migrate.deepspeed.zero.optimizer_kinds import mark_optimizer, refuse_untested
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier
@@ -275,6 +276,7 @@ def make_engine(
     scaler = make_scaler(settings.section("fp16") if is_trained else {}, is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
     give_access(core, marks=settings.stage == 3)
+    keep_in_place(core.unwrapped)
     engine = DeepSpeedEngine(
         core,
         settings,

@@ -9,6 +9,7 @@ object they hold. So a gathered parameter stays that object, and everything done
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import weakref
@@ -107,6 +108,10 @@ def _whole_kind() -> type[DTensor]:
             cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             return func(*_with_whole(args), **_with_whole(dict(kwargs or {})))
+
+        @override
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return copy.deepcopy(self.ds_whole, memo)  # type: ignore[attr-defined]  # set by make_whole
 
         @override
         def __repr__(self) -> str:  # type: ignore[override]  # torch's takes more
