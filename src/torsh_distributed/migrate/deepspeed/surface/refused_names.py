@@ -73,6 +73,7 @@ REFUSED_MODULES = {
     "deepspeed.ops.random_ltd": "random layer token drop changes the model's layers: not done here",
     "deepspeed.ops.deepspeed4science": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
     "deepspeed.ops.evoformer_attn": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
+    "deepspeed.checkpoint.ds_to_universal": "a checkpoint of this engine loads at any world size and stage as it is",
     "deepspeed.inference": _SERVES,
     "deepspeed.model_implementations": _SERVES,
     "deepspeed.module_inject": "use torch.compile",

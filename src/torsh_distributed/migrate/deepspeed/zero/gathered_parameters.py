@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.migrate.deepspeed.config.hjson_format import read_config
+from torsh_distributed.migrate.deepspeed.surface.script_helpers import z3_leaf_module
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.zero.param_access import (
     ZeroParamStatus,
@@ -42,7 +43,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """By module, the modules that have the parameters it registered; before the model is sharded."""
+    """By module, the modules that have the parameters it uses of others; before the model is sharded."""
     owners = {
         id(param): name
         for name, module in model.named_modules()
@@ -50,10 +51,16 @@ def external_names(model: nn.Module) -> dict[nn.Module, list[str]]:
         if param is not None
     }
     return {
-        module: [owners[id(param)] for param in module.__dict__[_ATTRIBUTE] if id(param) in owners]
+        module: list(dict.fromkeys(owners[id(param)] for param in params if id(param) in owners))
         for module in model.modules()
-        if module.__dict__.get(_ATTRIBUTE)
+        if (params := _used_by(module))
     }
+
+
+def _used_by(module: nn.Module) -> list[nn.Parameter]:
+    """What a module uses of others: parameters that it registered, and of a leaf module those of all parts of it."""
+    registered: list[nn.Parameter] = module.__dict__.get(_ATTRIBUTE, [])
+    return [*registered, *(module.parameters() if z3_leaf_module(module) else ())]
 
 
 def gather_external(model: nn.Module, externals: dict[nn.Module, list[str]]) -> None:
@@ -63,6 +70,8 @@ def gather_external(model: nn.Module, externals: dict[nn.Module, list[str]]) -> 
             piece = _piece_of(model, name)
             if piece is not None:
                 module.register_forward_pre_hook(_unshard(piece))
+                # Backward shards them again. Without one nobody else does, and values would stay as they are now.
+                module.register_forward_hook(_reshard_without_backward(piece))
 
 
 def _piece_of(model: nn.Module, name: str) -> FSDPModule | None:
@@ -81,6 +90,14 @@ def _unshard(piece: FSDPModule) -> Callable[..., Any]:
         piece.unshard()
 
     return gather
+
+
+def _reshard_without_backward(piece: FSDPModule) -> Callable[..., Any]:
+    def shard(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            piece.reshard()
+
+    return shard
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
