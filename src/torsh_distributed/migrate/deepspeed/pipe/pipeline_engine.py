@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, settings_of
@@ -76,6 +76,7 @@ class PipelineEngine(DeepSpeedEngine):
         core.strategy.expect_scale(scale)
         with self._report.timing("forward"), events.phase("forward"), core.strategy.accumulating(is_last=True):
             loss = core.strategy.loss(core.model, batch, self._loss_fn, loss_of)
+        self._loop.hooks.attach()
         mean = core.strategy.mean_loss(loss)
         with self._report.timing("backward"), events.phase("backward"), core.strategy.accumulating(is_last=True):
             (loss * scale).backward()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -171,6 +172,13 @@ class PipelineEngine(DeepSpeedEngine):
         if len(read) < count:
             raise StopIteration(f"the data ended after {len(read)} of {count} microbatches")
         pairs = [(one[0], one[1]) for one in read]
+        if self.num_stages > 1 and not isinstance(pairs[0][0], Tensor):
+            raise FeatureNotAvailable(
+                f"the inputs of a microbatch are a {type(pairs[0][0]).__name__}, but one tensor enters a pipeline and"
+                " passes from stage to stage",
+                hint="join the inputs into one tensor in set_batch_fn(…), or make what can be computed from them, such"
+                " as a mask, in the layers",
+            )
         joined = pairs[0] if count == 1 else tuple(_joined([pair[side] for pair in pairs]) for side in (0, 1))
         inputs, targets = to_device(joined, self.device)
         return inputs, targets
@@ -246,6 +254,8 @@ def _plan(model: PipelineModule, settings: RunSettings) -> Plan:
         "precision": {"reduce_dtype": settings.reduce_dtype},
         "pipeline": {
             "num_microbatches": settings.batch.accumulation,
+            # DeepSpeed takes fewer microbatches than stages, and lets stages wait; one-forward-one-backward does not.
+            **({"schedule": "gpipe"} if settings.batch.accumulation < model.num_stages else {}),
             **({"balance": "manual", "split_points": list(model.split_points)} if model.num_stages > 1 else {}),
         },
     }
