@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from benchmarks.harness import Budget, Case, Note, Row
 from benchmarks.machine import ROOT, Machine, describe_machine
+from torsh_distributed.cli.bench.rivals.side_by_side import row_from
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -91,7 +92,7 @@ def save_result(result: Result, folder: Path) -> Path:
 def load_result(path: Path) -> Result:
     """Read what `save_result` wrote."""
     record = json.loads(path.read_text())
-    rows = tuple(_row(written) for written in record.pop("rows"))
+    rows = tuple(row_from(written) for written in record.pop("rows"))
     machine = Machine(**record.pop("machine"))
     notes = tuple(record.pop("notes"))
     return Result(**record, rows=rows, machine=machine, notes=notes)
@@ -100,17 +101,3 @@ def load_result(path: Path) -> Result:
 def load_results(folder: Path = RESULTS) -> list[Result]:
     """All results of a folder, by name of the case."""
     return [load_result(path) for path in sorted(folder.glob("*.json"))]
-
-
-def _row(written: Mapping[str, Any]) -> Row:
-    return Row(
-        name=written["name"],
-        unit=Unit(written["unit"]),
-        ours=_measurement(written["ours"]),
-        rivals={name: _measurement(rival) for name, rival in written["rivals"].items()},
-        x=written["x"],
-    )
-
-
-def _measurement(written: Mapping[str, Any]) -> Measurement:
-    return Measurement(**{**written, "samples": tuple(written.get("samples", ()))})

@@ -11,18 +11,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit, compare
 from torsh_distributed import events
+from torsh_distributed.cli.bench.rivals.monitor import value_rows
 from torsh_distributed.observe.anomalies import AnomalyWatch
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.metrics.machine_sensors import ProcessSensors
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
-from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.rank_reporter import step_packet, summary_packet
 
 _BATCH = 1000
@@ -185,22 +185,8 @@ def _state(report: Path) -> dict[str, Any]:
     return state
 
 
-def _each(function: Callable[[Any], object], argument: object) -> Callable[[], None]:
-    """Call the function `_BATCH` times from C: a Python loop would cost as much as the function."""
-
-    def batch() -> None:
-        collections.deque(map(function, itertools.repeat(argument, _BATCH)), maxlen=0)
-
-    return batch
-
-
 def _values(budget: Budget) -> Iterator[Row]:
-    from prometheus_client import CollectorRegistry, Histogram
-
-    metric = RankMetrics()("torsh_step_seconds")
-    histogram = Histogram("step_seconds", "a histogram", registry=CollectorRegistry())
-    rivals = {"prometheus-client": _each(histogram.observe, 0.02)}
-    yield compare("record a value", _each(metric.record, 0.02), rivals, budget=budget, amount=_BATCH)
+    yield from value_rows(budget)
     wait = events.WaitEvent(op="all_reduce", group="0", num_started=1, num_bytes=4096, start_s=0.0, duration_s=1e-4)
 
     def take() -> None:

@@ -3,118 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from benchmarks.harness import Budget, Case, Note, Row, Workload, compare
-from benchmarks.machine import ROOT
-from torsh_distributed.comm.store import TcpStoreServer, open_store
+from benchmarks.harness import Budget, Case, Note, Row
+from torsh_distributed.cli.bench.rivals.store import StoreCalls, rows_of_kind, tcp_clients, torch_tcp_client
+from torsh_distributed.comm.store import open_store
 from torsh_distributed.launch.nodes.store_process import StoreProcess
 
-_TIMEOUT = timedelta(seconds=30)
-_VALUE = b"x" * 64
 _SECRET = "the secret of a benchmark"
-
-
-@dataclass(frozen=True)
-class _Client:
-    """The four operations under common names."""
-
-    set: Callable[[str, bytes], object]
-    get: Callable[[str], object]
-    add: Callable[[str, int], object]
-    wait: Callable[[str], object] | None
-
-
-def _store_client(store: Any) -> _Client:
-    """For our stores and torch's, which share their interface."""
-    return _Client(store.set, store.get, store.add, lambda key: store.wait([key], _TIMEOUT))
-
-
-def _rows_of(kind: str, clients: Mapping[str, tuple[_Client, _Client]], budget: Budget) -> Iterator[Row]:
-    """Rows for one kind of store; each contestant has two clients, one to set a key and one to wait for it."""
-    for mine, _ in clients.values():
-        mine.set("present", _VALUE)
-
-    def row(name: str, workload: Callable[[_Client], Workload], *, amount: float = 1) -> Row:
-        workloads = {who: workload(mine) for who, (mine, _) in clients.items()}
-        return compare(f"{kind}: {name}", workloads.pop("torsh"), workloads, budget=budget, amount=amount)
-
-    yield row("set 64 bytes", lambda client: lambda: client.set("key", _VALUE))
-    yield row("get", lambda client: lambda: client.get("present"))
-    yield row("add", lambda client: lambda: client.add("counter", 1))
-    waiters = {who: pair for who, pair in clients.items() if pair[0].wait is not None}
-    with contextlib.ExitStack() as stack:
-        throws = {who: stack.enter_context(_handing_over(*pair)) for who, pair in waiters.items()}
-        yield compare(f"{kind}: set wakes a waiter", throws.pop("torsh"), throws, budget=budget, amount=2)
-
-
-@contextlib.contextmanager
-def _handing_over(mine: _Client, theirs: _Client) -> Iterator[Workload]:
-    """A key set here wakes a thread, which sets one that wakes this thread: two wake-ups per call."""
-    numbers = itertools.count()
-    assert mine.wait is not None
-    assert theirs.wait is not None
-    answer_wait, wait = theirs.wait, mine.wait
-    is_over = threading.Event()
-
-    def answer() -> None:
-        for number in itertools.count():
-            answer_wait(f"there{number}")
-            if is_over.is_set():
-                return
-            theirs.set(f"back{number}", b"1")
-
-    def throw() -> None:
-        number = next(numbers)
-        mine.set(f"there{number}", b"1")
-        wait(f"back{number}")
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    try:
-        yield throw
-    finally:
-        is_over.set()
-        mine.set(f"there{next(numbers)}", b"1")
-        thread.join()
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
-        def ours(url: str) -> _Client:
-            return _store_client(stack.enter_context(open_store(url, timeout_s=30)))
+        def ours(url: str) -> StoreCalls:
+            return StoreCalls.of(stack.enter_context(open_store(url, timeout_s=30)))
 
-        memory, torch_memory = ours("memory://"), _store_client(dist.HashStore())
-        yield from _rows_of("memory", {"torsh": (memory, memory), "torch": (torch_memory, torch_memory)}, budget)
+        memory, torch_memory = ours("memory://"), StoreCalls.of(dist.HashStore())
+        yield from rows_of_kind("memory", {"torsh": (memory, memory), "torch": (torch_memory, torch_memory)}, budget)
 
         url, path = f"file://{folder}/ours", f"{folder}/theirs"
-        torch_files = (_store_client(dist.FileStore(path, 2)), _store_client(dist.FileStore(path, 2)))
-        yield from _rows_of("file", {"torsh": (ours(url), ours(url)), "torch": torch_files}, budget)
+        torch_files = (StoreCalls.of(dist.FileStore(path, 2)), StoreCalls.of(dist.FileStore(path, 2)))
+        yield from rows_of_kind("file", {"torsh": (ours(url), ours(url)), "torch": torch_files}, budget)
 
-        ports = stack.enter_context(_servers())
-        url = f"tcp://127.0.0.1:{ports['torsh']}"
-        torch_clients = (_torch_tcp(ports["torch"]), _torch_tcp(ports["torch"]))
-        yield from _rows_of("tcp", {"torsh": (ours(url), ours(url)), "torch": torch_clients}, budget)
+        yield from rows_of_kind("tcp", tcp_clients(stack), budget)
 
         url, port = stack.enter_context(_job_stores(folder))
-        members = [_store_client(stack.enter_context(open_store(url, token=_SECRET))) for _ in range(2)]
-        torch_clients = (_torch_tcp(port), _torch_tcp(port))
-        yield from _rows_of("torsh run", {"torsh": (members[0], members[1]), "torch": torch_clients}, budget)
+        members = [StoreCalls.of(stack.enter_context(open_store(url, token=_SECRET))) for _ in range(2)]
+        torch_clients = (torch_tcp_client(port), torch_tcp_client(port))
+        yield from rows_of_kind("torsh run", {"torsh": (members[0], members[1]), "torch": torch_clients}, budget)
 
         if shutil.which("redis-server") is None:
             yield Note(text="No Redis rows: there is no redis-server on this machine.")
@@ -122,11 +46,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         port = stack.enter_context(_redis_server(folder))
         url = f"redis://127.0.0.1:{port}/0"
         plain = stack.enter_context(_plain_redis(port))
-        yield from _rows_of("redis", {"torsh": (ours(url), ours(url)), "redis-py": (plain, plain)}, budget)
-
-
-def _torch_tcp(port: int) -> _Client:
-    return _store_client(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
+        yield from rows_of_kind("redis", {"torsh": (ours(url), ours(url)), "redis-py": (plain, plain)}, budget)
 
 
 @contextlib.contextmanager
@@ -144,25 +64,6 @@ def _job_stores(folder: str) -> Iterator[tuple[str, int]]:
         finally:
             ours.close()
             theirs.close()
-
-
-@contextlib.contextmanager
-def _servers() -> Iterator[dict[str, int]]:
-    """Both TCP servers in a separate process, as a launcher would run them."""
-    command = [sys.executable, "-m", __name__]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())
-        process.stdin.close()
-
-
-def _serve() -> None:
-    """In that process: start, print the ports, and serve until the other side closes."""
-    theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-    with TcpStoreServer() as ours:
-        print(json.dumps({"torsh": ours.port, "torch": theirs.port}), flush=True)
-        sys.stdin.read()
 
 
 @contextlib.contextmanager
@@ -191,11 +92,11 @@ def _await_listener(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _plain_redis(port: int) -> Iterator[_Client]:
+def _plain_redis(port: int) -> Iterator[StoreCalls]:
     import redis
 
     with redis.Redis(port=port) as client:
-        yield _Client(client.set, client.get, client.incrby, None)
+        yield StoreCalls(client.set, client.get, client.incrby, None)
 
 
 CASE = Case(
@@ -207,6 +108,3 @@ CASE = Case(
     plain redis-py.""",
     rows=_rows,
 )
-
-if __name__ == "__main__":
-    _serve()

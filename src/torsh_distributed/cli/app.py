@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "bench": (
         "torsh_distributed.cli.bench.app",
-        "Measure this machine: operations and links, backends, compression, the network.",
+        "Measure this machine: operations and links, backends, compression, the network; and our parts beside torch's.",
     ),
     "checkpoint": (
         "torsh_distributed.cli.checkpoint.commands",

@@ -92,6 +92,8 @@ OPERATIONS: dict[str, Callable[[Tensor, int], Callable[[], object]]] = {
 def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> CollectiveTiming:
     """Time `op` on a float32 buffer of `num_bytes`, for about `duration_s`; every rank of the world calls this.
 
+    The buffer is on this rank's GPU with nccl, else in the memory of the CPU.
+
     `num_bytes` is the whole buffer: what all_gather fills, what reduce_scatter and all_to_all take in. Every block of
     calls starts with normally distributed values, like gradients: a backend may be faster with equal values.
     """
@@ -99,13 +101,14 @@ def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> Coll
         raise InvalidArgument("unknown operation", hint=f"use one of: {', '.join(OPERATIONS)}", op=op)
     size = dist.get_world_size()
     values = torch.randn(max(num_bytes // 4, size), generator=torch.Generator().manual_seed(dist.get_rank()))
+    values = values.to(_device_of(resolve_group(None)))
     buffer = values.clone()
     call = OPERATIONS[op](buffer, size)
     call()
 
     def block(calls: int) -> float:
         buffer.copy_(values)
-        return _block(call, calls)
+        return time_on_all_ranks(call, calls)
 
     calls = 1
     spent = block(calls)
@@ -123,13 +126,18 @@ def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> Coll
     )
 
 
-def _block(call: Callable[[], object], calls: int) -> float:
-    """Seconds that `calls` calls took on the slowest rank; the same number on every rank."""
+def time_on_all_ranks(call: Callable[[], object], calls: int) -> float:
+    """Seconds that `calls` calls took on the slowest rank of the world; the same number on every rank.
+
+    Every rank calls this. What the calls have queued on a GPU is part of the time.
+    """
+    _finish_queued()
     dist.barrier()
     started = time.perf_counter()
     for _ in range(calls):
         call()
-    spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    _finish_queued()
+    spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=_device_of(resolve_group(None)))
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     return float(spent)
 
@@ -284,6 +292,12 @@ def _retransmitted(before: tuple[int, int] | None, after: tuple[int, int] | None
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def _finish_queued() -> None:
+    """Wait for this process's GPU, if it has used one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _finish(tensor: Tensor) -> None:

@@ -118,7 +118,7 @@ def _table(rows: list[dict[str, Any]], names: list[str], num_ranks: int) -> Tabl
         if name != base:
             table.add_column(f"× {base}", justify="right", style="bold")
     for row in rows:
-        cells = [row["op"], _show_size(row["num_bytes"])]
+        cells = [row["op"], show_size(row["num_bytes"])]
         reference = _median(row["seconds"][base])
         for name in names:
             taken = _median(row["seconds"][name])
@@ -135,7 +135,8 @@ def _show_time(seconds: float, num_bytes: int) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
-def _show_size(num_bytes: int) -> str:
+def show_size(num_bytes: int) -> str:
+    """A size in the largest unit that fits it."""
     for unit in ("GB", "MB", "KB"):
         if num_bytes >= _UNITS[unit] and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]} {unit}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
 from torsh_distributed.comm.measurement import time_collective
 
 _DEADLINE = timedelta(minutes=5)
@@ -30,6 +31,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.backend == BackendType.NCCL:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(choose_backend(options.backend), timeout=_DEADLINE)
     try:
         timings = [
