@@ -175,13 +175,13 @@ def test_impossible_settings_are_refused(name: str) -> None:
         CommunicationScheduler(**{name: 0})  # type: ignore[arg-type]
 
 
-def many_collectives() -> None:
+def many_collectives(count: int) -> None:
     """Two overlapping groups and messages between them, with urgencies that differ from rank to rank."""
     me, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group([0, 1]), dist.new_group(list(range(size)))]
     works = []
     with CommunicationScheduler(max_concurrent_ops=2) as scheduler:
-        for number in range(20):
+        for number in range(count):
             group = groups[number % 2]
             if me not in dist.get_process_group_ranks(group):
                 continue
@@ -207,8 +207,9 @@ def many_collectives() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_real_ranks_with_other_urgencies_do_not_deadlock(world: World, backend: str) -> None:
-    world.run(many_collectives, num_ranks=3, backend=backend, timeout_s=60)
+@pytest.mark.parametrize("count", [20, pytest.param(2_000, marks=pytest.mark.matrix)])
+def test_real_ranks_with_other_urgencies_do_not_deadlock(world: World, backend: str, count: int) -> None:
+    world.run(many_collectives, count, num_ranks=3, backend=backend, timeout_s=60 if count == 20 else 300)
 
 
 SCRIPT = """
