@@ -1,10 +1,12 @@
-"""`python -m benchmarks [case …] [--only PART] [--json DIR] [--quick] [--against FILE]`."""
+"""`python -m benchmarks [case …] [--only PART] [--json DIR] [--quick] [--against FILE|COMMIT]`."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.cases import case_names, load_case
+from benchmarks.earlier_commit import pairs_of, tree_of
 from benchmarks.harness import FULL, QUICK, Budget, Case
+from benchmarks.machine import ROOT
 from benchmarks.page import write_page
 from benchmarks.plot import save_plot
-from benchmarks.regression import TOLERANCE, lasting
+from benchmarks.regression import COMMIT_TOLERANCE, TOLERANCE, Change, lasting
 from benchmarks.result import RESULTS, beside_earlier, load_result, load_results, run_case, save_result
 from benchmarks.table import table_of
 
@@ -33,8 +37,10 @@ def main(
         typer.Option(help="Parts of one long case, by name or its beginning; the others stay as they were measured."),
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(help="An earlier result or a folder of them: status 1 if something is worse. Nothing is kept."),
+        str | None,
+        typer.Option(
+            help="An earlier result, a folder of them, or a commit: status 1 if something is worse. Nothing is kept."
+        ),
     ] = None,
     page: Annotated[bool, typer.Option("--page", help="Only rewrite docs/benchmarks.md and the plots.")] = False,
 ) -> None:
@@ -75,26 +81,48 @@ def main(
         write_page()
 
 
-def _hold_against(path: Path, cases: list[str] | None, budget: Budget, console: Console) -> None:
-    """Measure the cases of earlier results again and print what changed; status 1 if something is worse for certain."""
+def _hold_against(what: str, cases: list[str] | None, budget: Budget, console: Console) -> None:
+    """Measure again and print what changed; status 1 if something is worse for certain."""
+    if not Path(what).exists():
+        changes, tolerance = _since_commit(what, cases), COMMIT_TOLERANCE
+    else:
+        changes, tolerance = _since_results(Path(what), cases, budget), TOLERANCE
+    num_worse = 0
+    for change in changes:
+        verdict = "worse" if change.is_worse(tolerance) else "better" if change.is_better(tolerance) else "noise"
+        num_worse += verdict == "worse"
+        console.print(
+            f"{verdict:6} {change.case}: {change.row} against {change.against}: x {change.factor:.2f}"
+            f" ({change.low:.2f} to {change.high:.2f})",
+            highlight=False,
+            markup=False,
+        )
+    if num_worse:
+        raise typer.Exit(1)
+
+
+def _since_results(path: Path, cases: list[str] | None, budget: Budget) -> Iterator[Change]:
+    """The changes since kept results, case by case."""
     earlier = load_results(path) if path.is_dir() else [load_result(path)]
     chosen = [one for one in earlier if cases is None or one.case in cases]
     if not chosen:
         raise typer.BadParameter(f"{path} has no result of these cases")
-    num_worse = 0
     for one in chosen:
-        case = load_case(one.case)
-        for change in lasting(partial(run_case, one.case, case, budget), one):
-            verdict = "worse" if change.is_worse(TOLERANCE) else "better" if change.is_better(TOLERANCE) else "noise"
-            num_worse += verdict == "worse"
-            console.print(
-                f"{verdict:6} {one.case}: {change.row} against {change.against}: x {change.factor:.2f}"
-                f" ({change.low:.2f} to {change.high:.2f})",
-                highlight=False,
-                markup=False,
-            )
-    if num_worse:
-        raise typer.Exit(1)
+        yield from lasting(
+            lambda names, one=one: [(run_case(name, load_case(name), budget), one) for name in names],  # type: ignore[misc]
+            [one.case],
+        )
+
+
+def _since_commit(commit: str, cases: list[str] | None) -> Iterator[Change]:
+    """The changes of quick runs since a commit, which is measured here too, in turns."""
+    if not cases:
+        raise typer.BadParameter("against a commit the cases are named: those that are quick and have rivals")
+    known = subprocess.run(["git", "rev-parse", "--verify", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
+    if known.returncode:
+        raise typer.BadParameter(f"{commit} is neither a file nor a commit of this repository")
+    with tree_of(commit) as tree:
+        yield from lasting(partial(pairs_of, tree), cases, tolerance=COMMIT_TOLERANCE, needs_rival=True)
 
 
 def part_named(case: Case, name: str, wanted: str) -> str:

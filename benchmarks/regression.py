@@ -8,13 +8,15 @@ interval is beyond a tolerance, and again so in every repetition. Rows without a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import OURS, Measurement, Row
 from benchmarks.result import Result
 
 TOLERANCE = 0.1
+COMMIT_TOLERANCE = 0.5
+"""Against an earlier commit, by quick runs on a machine that is not quiet: what takes twice as long is no noise."""
 REPETITIONS = 3
 _Z = 2.576
 """Of a normal distribution: 99 % lie within this many standard errors."""
@@ -28,6 +30,7 @@ _ERROR_OF_MEDIAN = 1.2533
 class Change:
     """How a row compares with what it was: factors above 1 are better; the interval holds the true one at 99 %."""
 
+    case: str
     row: str
     against: str
     """The rival whose ratio is compared, or ours where the numbers themselves are."""
@@ -52,29 +55,45 @@ def changes_between(now: Result, earlier: Result) -> list[Change]:
         if old is None or old.unit is not row.unit:
             continue
         for rival in row.rivals.keys() & old.rivals.keys():
-            found += _changed(row, rival, [row.ours, old.ours], [row.rivals[rival], old.rivals[rival]])
+            found += _changed(now.case, row, rival, [row.ours, old.ours], [row.rivals[rival], old.rivals[rival]])
         if not row.rivals and now.machine.is_like(earlier.machine):
-            found += _changed(row, OURS, [row.ours, old.ours], [])
+            found += _changed(now.case, row, OURS, [row.ours, old.ours], [])
     return found
 
 
-def lasting(measure: Callable[[], Result], earlier: Result, *, tolerance: float = TOLERANCE) -> list[Change]:
-    """The changes of the last measurement; what is worse in one and not in a repetition was noise, and left out.
+def lasting(
+    measure: Callable[[Sequence[str]], Iterable[tuple[Result, Result]]],
+    cases: Sequence[str],
+    *,
+    tolerance: float = TOLERANCE,
+    needs_rival: bool = False,
+) -> list[Change]:
+    """The last change of every row; what is worse in one measurement and not in a repetition was noise, and left out.
 
-    `measure` is called again while something is worse, a few times at most.
+    `measure` gives the result of each named case with the earlier one; it is called again, a few times at most, for the
+    cases in which something is worse. `needs_rival` leaves out rows that have none.
     """
-    suspects: set[tuple[str, str]] | None = None
-    found: list[Change] = []
+    suspects: set[tuple[str, str, str]] | None = None
+    last: dict[tuple[str, str, str], Change] = {}
+    wanted = list(cases)
     for _ in range(REPETITIONS):
-        found = changes_between(measure(), earlier)
-        worse = {(one.row, one.against) for one in found if one.is_worse(tolerance)}
+        found = {_where(one): one for now, earlier in measure(wanted) for one in changes_between(now, earlier)}
+        last |= {where: one for where, one in found.items() if one.against != OURS or not needs_rival}
+        worse = {where for where in found.keys() & last.keys() if last[where].is_worse(tolerance)}
         suspects = worse if suspects is None else suspects & worse
-        if not suspects:
+        wanted = [case for case in wanted if case in {suspect[0] for suspect in suspects}]
+        if not wanted:
             break
-    return [one for one in found if not one.is_worse(tolerance) or (one.row, one.against) in (suspects or ())]
+    return [one for where, one in last.items() if not one.is_worse(tolerance) or where in (suspects or ())]
 
 
-def _changed(row: Row, against: str, ours: Sequence[Measurement], rivals: Sequence[Measurement]) -> list[Change]:
+def _where(one: Change) -> tuple[str, str, str]:
+    return one.case, one.row, one.against
+
+
+def _changed(
+    case: str, row: Row, against: str, ours: Sequence[Measurement], rivals: Sequence[Measurement]
+) -> list[Change]:
     """The change of ours relative to the rival's, each as now and before; nothing where a number is not above 0."""
     measured = [*ours, *rivals]
     if min(one.low for one in measured) <= 0:
@@ -86,6 +105,7 @@ def _changed(row: Row, against: str, ours: Sequence[Measurement], rivals: Sequen
     error = _Z * math.sqrt(sum(_log_error(one) ** 2 for one in measured))
     return [
         Change(
+            case=case,
             row=row.name,
             against=against,
             factor=math.exp(gain),

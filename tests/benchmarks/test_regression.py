@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.harness import Measurement, Row, Unit
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.regression import TOLERANCE, changes_between, lasting
+from benchmarks.regression import COMMIT_TOLERANCE, TOLERANCE, changes_between, lasting
 from benchmarks.result import Result
 
 
@@ -82,6 +82,51 @@ def test_what_is_worse_once_is_measured_again_and_what_stays_worse_remains(machi
         return iter([result(machine, rng, ours=speed) for speed in speeds])
 
     once = measured(1.5, 1.0)
-    assert not any(one.is_worse(TOLERANCE) for one in lasting(lambda: next(once), earlier))
+    assert not any(one.is_worse(TOLERANCE) for one in lasting(lambda _: [(next(once), earlier)], ["c"]))
     always = measured(1.5, 1.5, 1.5)
-    assert [one.is_worse(TOLERANCE) for one in lasting(lambda: next(always), earlier)] == [True]
+    assert [one.is_worse(TOLERANCE) for one in lasting(lambda _: [(next(always), earlier)], ["c"])] == [True]
+
+
+def test_a_row_without_a_rival_can_be_left_out(machine: Machine) -> None:
+    rng = random.Random(7)
+    pair = result(machine, rng, ours=2.0, has_rival=False), result(machine, rng, has_rival=False)
+    assert [one.is_worse(TOLERANCE) for one in lasting(lambda _: [pair], ["c"])] == [True]
+    assert lasting(lambda _: [pair], ["c"], needs_rival=True) == []
+
+
+def few(machine: Machine, rng: random.Random, case: str, *, ours: float = 1.0, noise: float = 0.3) -> Result:
+    """A quick run on a restless machine: three samples of a side, each off by 30 %."""
+
+    def three(center: float) -> Measurement:
+        return Measurement.of([center * rng.lognormvariate(0, noise) for _ in range(3)])
+
+    row = Row(name="work", unit=Unit.SECONDS, ours=three(ours), rivals={"rival": three(2.0)})
+    return Result(case=case, title="", about="", x_label="", budget="quick", machine=machine, rows=(row,))
+
+
+def test_unchanged_code_passes_the_gate_on_a_restless_machine(machine: Machine) -> None:
+    """Quick runs of thirty rows, fifty times: none is found twice as slow in each of three."""
+    rng, names = random.Random(8), [str(number) for number in range(30)]
+
+    def pairs(wanted: Sequence[str]) -> list[tuple[Result, Result]]:
+        return [(few(machine, rng, name), few(machine, rng, name)) for name in wanted]
+
+    changes = [one for _ in range(50) for one in lasting(pairs, names, tolerance=COMMIT_TOLERANCE, needs_rival=True)]
+    assert len(changes) == 1500
+    assert not any(one.is_worse(COMMIT_TOLERANCE) for one in changes)
+
+
+def test_code_that_takes_four_times_as_long_does_not_pass_the_gate(machine: Machine) -> None:
+    rng, asked = random.Random(9), list[list[str]]()
+
+    def pairs(wanted: Sequence[str]) -> list[tuple[Result, Result]]:
+        asked.append(list(wanted))
+        speeds = {"same": 1.0, "slow": 4.0}
+        return [
+            (few(machine, rng, name, ours=speeds[name], noise=0.1), few(machine, rng, name, noise=0.1))
+            for name in wanted
+        ]
+
+    changes = lasting(pairs, ["same", "slow"], tolerance=COMMIT_TOLERANCE)
+    assert {one.case: one.is_worse(COMMIT_TOLERANCE) for one in changes} == {"same": False, "slow": True}
+    assert asked == [["same", "slow"], ["slow"], ["slow"]], "only what was worse is measured again"
