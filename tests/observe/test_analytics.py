@@ -8,7 +8,8 @@ import pytest
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe.analytics import fit_power_law, forecast_loss, training_course
-from torsh_distributed.observe.job.job_view import CurvePoint, JobView
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.training_curve import CurvePoint
 
 
 def course(num_steps: int, loss_at, *, noise: float = 0.0, seed: int = 0, step_s: float = 0.5) -> JobView:  # type: ignore[no-untyped-def]

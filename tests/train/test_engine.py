@@ -21,6 +21,7 @@ from torsh_distributed.errors import (
     NonFiniteLoss,
     TensorShapeMismatch,
 )
+from torsh_distributed.observe import start_reporting, stop_reporting
 from torsh_distributed.plan import Plan, TrainingConfig
 from torsh_distributed.train import Engine, parallelize
 
@@ -265,6 +266,29 @@ def test_evaluation_looks_at_every_sample_once(world: World) -> None:
     """51 samples in batches of 10 over 3 ranks: the last batch has one sample, so two ranks have no share of it."""
     for ours, plain in world.run(evaluate, num_ranks=3):
         assert ours == pytest.approx(plain, abs=1e-5)
+
+
+def count_epochs() -> tuple[list[int | None], int | None, Any]:
+    """Two epochs of five batches through the engine, and a step of a loop of its own."""
+    reporter = start_reporting(lambda packet: True)
+    seen: list[events.StepEvent] = []
+    stop = events.subscribe(seen.append, events.StepEvent)  # type: ignore[arg-type]  # only of that type
+    engine, loader = make_engine()
+    for batch in engine.batches(loader, epochs=2):
+        engine.step(batch)
+    planned = reporter.facts["total_steps"]
+    stop_reporting()
+    other, _ = make_engine()
+    other.step(next(iter(loader)))
+    stop()
+    return [event.epoch for event in seen[:-1]], seen[-1].epoch, planned
+
+
+def test_steps_tell_their_epoch_and_epochs_how_many_steps_there_will_be(world: World) -> None:
+    for counted, alone, planned in world.run(count_epochs):
+        assert counted == [0] * 5 + [1] * 5
+        assert alone is None, "a loop of its own counts no epochs here"
+        assert planned == 10, "not the 12 of the plan"
 
 
 def from_meta(sections: dict[str, object]) -> list[float]:

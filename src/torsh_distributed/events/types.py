@@ -62,6 +62,8 @@ class StepEvent(Event):
     """Factor of the loss before backward, with fp16."""
     is_skipped: bool = False
     """Whether gradients overflowed: parameters are unchanged, and the next batch repeats the step number."""
+    epoch: int | None = None
+    """Passes over the data that were complete before it; None in a loop that does not take `engine.batches`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

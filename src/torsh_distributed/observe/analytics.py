@@ -17,7 +17,8 @@ from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe.anomalies import robust_spread
-from torsh_distributed.observe.job.job_view import CurvePoint, JobView
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.training_curve import CurvePoint
 
 _LEAST_FIT_POINTS = 60
 _NUM_FIT_BLOCKS = 60

@@ -46,7 +46,7 @@ from torsh_distributed.train.job_changes.elastic_steps import ElasticSteps
 from torsh_distributed.train.job_changes.running_changes import RunningChanges
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.batch_feed import BatchFeed
-from torsh_distributed.train.ledger.data_position import describe_data, describe_loader, require_same_data
+from torsh_distributed.train.ledger.data_position import describe_data, describe_loader, length_of, require_same_data
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
@@ -196,6 +196,7 @@ class Engine:
         ledger, training = self.ledger, self.plan.training
         note_fact("epoch", ledger.epoch)
         last = None if epochs is None else ledger.epoch + epochs
+        self._note_end(loader, last)
         if self.plan.checkpoint.enabled and self.elastic is None:  # one that joins later would wait for the others
             self.checkpoints.hold()
         while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
@@ -217,6 +218,13 @@ class Engine:
                     )
                 ledger.next_epoch()
                 note_fact("epoch", ledger.epoch)
+
+    def _note_end(self, loader: Iterable[Batch], last_epoch: int | None) -> None:
+        """Tell whoever looks at the job how many steps it is to do, if epochs end it before `training.steps` do."""
+        num_batches = None if last_epoch is None else length_of(loader)
+        if last_epoch is not None and num_batches is not None:
+            to_come = (last_epoch - self.ledger.epoch) * num_batches - self.ledger.num_batches
+            note_fact("total_steps", min(self.plan.training.steps, self.num_steps + to_come))
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
@@ -403,6 +411,7 @@ class Engine:
                 learning_rate=rate,
                 loss_scale=scale,
                 is_skipped=not is_done,
+                epoch=self.ledger.epoch if self.ledger.data else None,  # without data nobody counts passes
             )
         )
 

@@ -10,8 +10,10 @@ import time
 import pytest
 
 from tests.observe.packets import FakeRank, job_of_two
-from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView, ThinnedSeries
+from torsh_distributed import events
+from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView
 from torsh_distributed.observe.job.page_state import page_state
+from torsh_distributed.observe.job.training_curve import ThinnedSeries
 from torsh_distributed.observe.metrics.step_record import StepRecord, pack_steps
 
 
@@ -78,8 +80,13 @@ def test_the_first_step_does_not_set_the_scale_of_the_others() -> None:
         {"type": "metrics", "rank": 0, "metrics": [["torsh_loss", [], math.nan], ["unknown", [], 1], [1, 2, 3], None]},
         {"type": "metrics", "rank": 0, "metrics": [["torsh_step_seconds", [], {"n": 1}], ["torsh_loss", ["x"], 1]]},
         {"type": "metrics", "rank": 0, "steps": [[1], ["a"] * 13, None]},
+        {
+            "type": "metrics",
+            "rank": 0,
+            "marks": [{"type": "evaluation", "time": 10**400, "step": "x", "loss": 10**400}],
+        },
         {"type": "metrics", "rank": 0, "steps": "<b>not base64</b>"},
-        {"type": "metrics", "rank": 0, "steps": base64.b64encode(struct.pack("<2d8f2d2f", *[math.inf] * 14)).decode()},
+        {"type": "metrics", "rank": 0, "steps": base64.b64encode(struct.pack("<2d8f2d4f", *[math.inf] * 16)).decode()},
         {"type": "metrics", "rank": 0, "custom": [["<b>", "gauge", "", ""], ["torsh_custom_x", "bad", "", ""], 4]},
         {
             "type": "metrics",
@@ -90,7 +97,7 @@ def test_the_first_step_does_not_set_the_scale_of_the_others() -> None:
         {"type": "job", "world_size": "many", "run_id": 5},
         {"type": "membership", "action": 5, "attempt": "x", "detail": []},
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_garbage_changes_nothing_and_raises_nothing(garbage: dict[str, object]) -> None:
     view = job_of_two(3)
@@ -161,6 +168,37 @@ def test_ranks_of_an_elastic_world_come_and_go() -> None:
         view.take(packet)
     assert sorted(view.ranks) == [0, 1, 2]
     assert page_state(view)["job"]["world_size"] == 3
+
+
+def test_epochs_evaluations_and_the_time_that_is_left_are_shown_and_exported() -> None:
+    view, rank = JobView(), FakeRank(0)
+    rank.step(compute_s=30.0, wait_s=0.0)  # the start-up is no pace
+    for _ in range(9):
+        rank.step(compute_s=0.02, wait_s=0.01)
+    rank.collector.take(events.StepEvent(step=11, duration_s=0.03, loss=1.0, epoch=2, grad_norm=math.inf), now_s=131.0)
+    for step, loss in ((5, 2.5), (10, 2.25), (11, math.inf)):
+        rank.collector.take(events.EvaluationEvent(step=step, loss=loss, duration_s=0.1), now_s=131.0)
+    rank.collector.metrics("torsh_gpu_utilization_ratio", "0").record(0.5)
+    rank.collector.metrics("torsh_gpu_utilization_ratio", "1").record(1.0)
+    rank.collector.metrics("torsh_device_memory_fragmentation_ratio").record(0.125)
+    packet = rank.packet()
+    packet["facts"] |= {"world_size": 1, "total_steps": 111}
+    view.take(packet)
+    state = page_state(view)
+    json.dumps(state, allow_nan=False)
+    job, curve = state["job"], state["curve"]
+    assert (job["epoch"], job["planned_steps"], job["validation_loss"], job["gpu_utilization"]) == (2, 111, 2.25, 0.75)
+    assert (curve["validation_step"], curve["validation_loss"]) == ([5, 10], [2.5, 2.25])
+    assert state["ranks"][0]["fragmentation"] == 0.125
+    pace_s = sum(step.step_s for step in list(view.ranks[0].steps)[1:]) / 10
+    values = view.job_values()
+    assert job["remaining_s"] == values["torsh_remaining_seconds", ()] == pytest.approx(100 * pace_s)
+    assert values["torsh_planned_steps", ()] == 111
+    assert view.ranks[0].number("torsh_epoch") == 2
+    assert view.curve.points()[-1].grad_norm is None, "overflowed"
+    assert view.curve.points()[1].learning_rate == pytest.approx(0.1)
+    view.take({"type": "membership", "action": "ended", "exit_code": 0})
+    assert page_state(view)["job"]["remaining_s"] is None
 
 
 def test_a_rank_that_fell_silent_is_shown_as_such() -> None:

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torsh_distributed.observe.metrics import gpu_sensors
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
-from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
+from torsh_distributed.observe.metrics.machine_sensors import MachineSensors, ProcessSensors
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 
 
@@ -48,8 +49,36 @@ def test_the_machine_is_read_and_what_is_absent_is_absent() -> None:
     assert total is not None
     assert 0 < (values["torsh_node_memory_used_bytes"] or 0) < total
     assert 0 <= (values["torsh_node_cpu_ratio"] or 0) <= 1
+    assert 0 <= (values["torsh_node_io_wait_ratio"] or 0) <= 1
+    assert values["torsh_node_memory_ratio"] == pytest.approx((values["torsh_node_memory_used_bytes"] or 0) / total)
     assert (values["torsh_node_network_receive_bytes"] or 0) >= 0
     assert None not in [value for name, value in values.items() if name.startswith("torsh_gpu")]
+
+
+def test_what_the_allocator_holds_and_cannot_use_is_its_fragmentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"allocated_bytes.all.current": 60, "allocated_bytes.all.peak": 70, "reserved_bytes.all.current": 100}
+    found = held | {"inactive_split_bytes.all.current": 25}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: found)
+    metrics = RankMetrics()
+    ProcessSensors().read(metrics)
+    values = metrics.values()
+    assert values["torsh_device_memory_fragmentation_ratio"] == 0.25
+    names = ("bytes", "peak_bytes", "reserved_bytes")
+    assert [values[f"torsh_device_memory_{name}"] for name in names] == [60, 70, 100]
+
+
+@pytest.mark.needs_cuda
+def test_a_gap_between_blocks_in_use_is_fragmentation() -> None:
+    torch.cuda.empty_cache()
+    blocks = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    del blocks[::2]
+    metrics = RankMetrics()
+    ProcessSensors().read(metrics)
+    values = metrics.values()
+    assert 0 < (values["torsh_device_memory_fragmentation_ratio"] or 0) < 1
+    assert values["torsh_device_memory_bytes"] == torch.cuda.memory_allocated()
+    assert values["torsh_device_memory_reserved_bytes"] == torch.cuda.memory_reserved()
 
 
 def test_the_energy_of_processors_is_added_up_across_the_meters_end(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ records = st.builds(
     num_samples=st.none() | st.integers(0, 2**50),
     is_skipped=st.booleans(),
     preempted_s=maybe_seconds,
+    grad_norm=maybe_seconds,
+    learning_rate=maybe_seconds,
 )
 
 
@@ -46,7 +48,7 @@ def test_the_newest_steps_arrive_as_they_were(steps: list[StepRecord], most: int
 
 
 def packed(*numbers: float) -> str:
-    return base64.b64encode(struct.pack("<2d8f2d2f", *numbers)).decode()
+    return base64.b64encode(struct.pack("<2d8f2d4f", *numbers)).decode()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +60,10 @@ def packed(*numbers: float) -> str:
         ([[1, 2, 3]], 1),
         ("not base64 at all!", 1),
         ("ÄÖÜ", 1),
-        (packed(*[1.0] * 14)[:40], 1),
-        (packed(*[math.nan] * 14), 1),
-        (packed(*[math.inf] * 14), 1),
-        (packed(1.0, 1.0, 1.0, *[math.nan] * 6, 0.0, -math.inf, 1.0, 0.0, 0.0), 1),
+        (packed(*[1.0] * 16)[:40], 1),
+        (packed(*[math.nan] * 16), 1),
+        (packed(*[math.inf] * 16), 1),
+        (packed(1.0, 1.0, 1.0, *[math.nan] * 6, 0.0, -math.inf, 1.0, 0.0, 0.0, 1.0, 1.0), 1),
     ],
 )
 def test_what_is_no_step_is_counted(text: Any, num_bad: int) -> None:

@@ -102,6 +102,7 @@ def drawing(state: dict[str, Any]) -> Any:
         f"step {_number(job['step'])}",
         f"loss {_number(job['loss'])}",
         f"{_number(job['samples_per_s'])} samples/s",
+        *(f"{name} {show(job[key])}" for name, key, show in _IF_KNOWN if job.get(key) is not None),
     )
     place = f"{job['world_size']} ranks on {job['num_nodes']} nodes"
     lines = [
@@ -148,6 +149,18 @@ def _ms(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
+
+
+def _minutes(value: float) -> str:
+    return f"{value / 60:,.1f} min" if value >= 60 else f"{value:.0f} s"
+
+
+_IF_KNOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("epochs done", "epoch", _number),
+    ("validation loss", "validation_loss", _number),
+    ("GPUs busy", "gpu_utilization", _share),
+    ("left", "remaining_s", _minutes),
+)
 
 
 def _mb(value: float | None) -> str:

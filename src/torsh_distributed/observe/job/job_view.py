@@ -10,54 +10,20 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torsh_distributed import events
 from torsh_distributed.events.recorded import event_of
 from torsh_distributed.observe.job.energy_account import EnergyAccount
 from torsh_distributed.observe.job.energy_summary import schedule_text
 from torsh_distributed.observe.job.federated_account import FederatedAccount
-from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
+from torsh_distributed.observe.job.rank_view import STEPS_KEPT, RankView, Value, ValueKey, finite, newest_of
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
+from torsh_distributed.observe.job.training_curve import CurvePoint, EvaluationPoint, LossFall, ThinnedSeries
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
 from torsh_distributed.observe.metrics.step_record import StepRecord
-
-T = TypeVar("T")
-
-
-class ThinnedSeries(Generic[T]):
-    """At most `capacity` points that cover the whole series evenly, and always the newest."""
-
-    def __init__(self, capacity: int = 1000) -> None:
-        self._capacity = capacity
-        self._stride = 1
-        self._num_added = 0
-        self._points: list[T] = []
-        self._newest: T | None = None
-
-    def add(self, point: T) -> None:
-        """Add the next point."""
-        if self._num_added % self._stride == 0:
-            self._points.append(point)
-        self._num_added += 1
-        self._newest = point
-        if len(self._points) > self._capacity:
-            self._points = self._points[::2]
-            self._stride *= 2
-
-    @property
-    def num_added(self) -> int:
-        """Points added so far."""
-        return self._num_added
-
-    def points(self) -> Sequence[T]:
-        """Oldest first, the newest last."""
-        if self._newest is None or (self._points and self._points[-1] is self._newest):
-            return tuple(self._points)
-        return (*self._points, self._newest)
-
 
 MAX_RANKS = 8192
 MAX_INCIDENTS = 500
@@ -99,17 +65,6 @@ def hex_digest(num_bytes: int, *parts: object) -> str:
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=num_bytes).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One step of the whole job."""
-
-    step: int
-    time: float
-    loss: float | None
-    step_s: float
-    samples_per_s: float | None
-
-
 class JobView:
     """All that is known about a job. `take` accepts any message; one that is not understood is counted."""
 
@@ -118,6 +73,8 @@ class JobView:
         self.header = JobHeader()
         self.ranks: dict[int, RankView] = {}
         self.curve: ThinnedSeries[CurvePoint] = ThinnedSeries()
+        self.loss_fall = LossFall()
+        self.evaluations: ThinnedSeries[EvaluationPoint] = ThinnedSeries()
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
@@ -209,8 +166,12 @@ class JobView:
         if step.loss is None and self._has_losses:
             return  # one of the steps that were not looked at
         self._has_losses = step.loss is not None
+        if step.loss is not None:
+            self.loss_fall.add(step.loss)
         rate = step.num_samples / step.step_s if step.num_samples is not None and step.step_s > 0 else None
-        self.curve.add(CurvePoint(step.step, step.time, step.loss, step.step_s, rate))
+        self.curve.add(
+            CurvePoint(step.step, step.time, step.loss, step.step_s, rate, step.grad_norm, step.learning_rate)
+        )
 
     def _take_mark(self, rank: int, mark: Any) -> None:
         if not isinstance(mark, Mapping):
@@ -224,6 +185,13 @@ class JobView:
         if isinstance(record.get("type"), str) and isinstance(record.get("time"), int | float):
             record["rank"] = rank
             self.incidents.append(record)
+            if record["type"] == "evaluation" and rank == self._first_rank:  # all ranks report the same
+                self._add_evaluation(record)
+
+    def _add_evaluation(self, record: Mapping[str, Any]) -> None:
+        step, moment, loss = (finite(record.get(name)) for name in ("step", "time", "loss"))
+        if step is not None and moment is not None and loss is not None:
+            self.evaluations.add(EvaluationPoint(int(step), moment, loss))
 
     def _take_energy(self, message: Mapping[str, Any]) -> None:
         event = event_of(message)
@@ -343,6 +311,20 @@ class JobView:
         told = (view.facts.get("total_steps") for view in self.ranks.values())
         return next((count for count in told if isinstance(count, int) and count > 0), None)
 
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to the last step at the pace of the newest ones, with all that happened between them.
+
+        None in a job that has ended, or whose number of steps no rank has told.
+        """
+        rank, newest, total = self.ranks.get(self._first_rank), self.newest_step, self.total_steps
+        if rank is None or newest is None or total is None or self.header.ended is not None:
+            return None
+        steps = newest_of(rank.steps, min(len(rank.steps) - 1, STEPS_KEPT))  # the first has the start-up in it
+        if not steps:
+            return None
+        return max(0, total - newest.step) * math.fsum(step.step_s for step in steps) / len(steps)
+
     def job_values(self) -> dict[ValueKey, float]:
         """The metrics of the job as a whole."""
         with self.lock:
@@ -356,6 +338,13 @@ class JobView:
             size = self.header.world_size or self.header.num_workers
             if size is not None:
                 values["torsh_world_size", ()] = size
+            for name, known in (
+                ("torsh_planned_steps", self.total_steps),
+                ("torsh_remaining_seconds", self.remaining_s),
+                ("torsh_loss_regained_ratio", self.loss_fall.regained_share),
+            ):
+                if known is not None:
+                    values[name, ()] = known
             for found in self.stragglers.stragglers:
                 values["torsh_straggler", (str(found.rank),)] = 1
             values.update(self.federated.values())

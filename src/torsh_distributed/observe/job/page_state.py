@@ -73,7 +73,9 @@ def _job_row(view: JobView) -> dict[str, Any]:
     facts: dict[str, Any] = next((rank.facts for _, rank in sorted(view.ranks.items())), {})
     ended = header.ended or time.time()
     newest = next(iter(view.curve.points()[-1:]), None)
+    evaluated = next(iter(view.evaluations.points()[-1:]), None)
     step = view.newest_step
+    gpus = [value for _, _, value in view.values({"torsh_gpu_utilization_ratio"}) if isinstance(value, float)]
     return {
         "run_id": header.run_id,
         "command": header.command,
@@ -86,7 +88,11 @@ def _job_row(view: JobView) -> dict[str, Any]:
         "age_s": ended - header.started,
         "backend": facts.get("backend"),
         "step": step.step if step else None,
+        "planned_steps": view.total_steps,
+        "remaining_s": view.remaining_s,
         "loss": newest.loss if newest else None,
+        "validation_loss": evaluated.loss if evaluated else None,
+        "gpu_utilization": _mean(gpus),
         "samples_per_s": newest.samples_per_s if newest else None,
         "last_step_age_s": time.time() - step.time if step and header.ended is None else None,
     }
@@ -108,6 +114,7 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "data_share": parts["data"] / step_s if "data" in parts and step_s > 0 else None,
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
+        "fragmentation": rank.number("torsh_device_memory_fragmentation_ratio"),
         "cores": rank.number("torsh_process_cpu_cores"),
         "flops": rank.number("torsh_flops_per_second"),
         "mfu": rank.number("torsh_mfu_ratio"),
@@ -125,6 +132,8 @@ def _curve(view: JobView) -> dict[str, list[Any]]:
         # The first step has the start-up in it: beside its time, those of all others would be one flat line.
         "step_ms": [_short(point.step_s * 1e3) if at else None for at, point in enumerate(points)],
         "samples_per_s": [_short(point.samples_per_s) if at else None for at, point in enumerate(points)],
+        "validation_step": [point.step for point in view.evaluations.points()],
+        "validation_loss": [_short(point.loss) for point in view.evaluations.points()],
     }
 
 

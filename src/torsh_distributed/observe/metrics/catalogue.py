@@ -56,6 +56,7 @@ def _table() -> tuple[MetricDefinition, ...]:
     seconds, size, ratio = "seconds", "bytes", "ratio"
     training = (
         define("torsh_step", gauge, "", "Number of the last optimizer update.", "training"),
+        define("torsh_epoch", gauge, "", "Passes over the data that were complete before the last step.", "training"),
         define("torsh_steps", counter, "", "Optimizer updates since this process started.", "training"),
         define("torsh_skipped_steps", counter, "", "Updates skipped because gradients overflowed fp16.", "training"),
         define(
@@ -108,6 +109,13 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_device_memory_bytes", gauge, size, "Allocated by torch on its device.", "memory"),
         define("torsh_device_memory_peak_bytes", gauge, size, "Most allocated by torch on its device.", "memory"),
         define("torsh_device_memory_reserved_bytes", gauge, size, "Held by torch's allocator.", "memory"),
+        define(
+            "torsh_device_memory_fragmentation_ratio",
+            gauge,
+            ratio,
+            "Part of what torch's allocator holds that is free between blocks in use.",
+            "memory",
+        ),
         define("torsh_memory_pressure", counter, "", "Reactions to short memory.", "memory", ("action",)),
     )
     data = (
@@ -134,9 +142,11 @@ def _table() -> tuple[MetricDefinition, ...]:
     )
     machine = (
         define("torsh_node_cpu_ratio", gauge, ratio, "Busy share of the node's cores.", "machine", (), node),
+        define("torsh_node_io_wait_ratio", gauge, ratio, "Cores idle until a disk answers.", "machine", (), node),
         define("torsh_node_load", gauge, "", "Load average over a minute.", "machine", (), node),
         define("torsh_node_memory_used_bytes", gauge, size, "Memory in use.", "machine", (), node),
         define("torsh_node_memory_total_bytes", gauge, size, "Memory of the node.", "machine", (), node),
+        define("torsh_node_memory_ratio", gauge, ratio, "Part of the memory in use.", "machine", (), node),
         define("torsh_node_network_receive_bytes", counter, size, "Received, without loopback.", "machine", (), node),
         define("torsh_node_network_transmit_bytes", counter, size, "Sent, without loopback.", "machine", (), node),
         define("torsh_node_disk_read_bytes", counter, size, "Read from disks.", "machine", (), node),
@@ -146,6 +156,7 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_gpu_utilization_ratio", gauge, ratio, "Time with a kernel running.", "machine", ("gpu",), node),
         define("torsh_gpu_memory_used_bytes", gauge, size, "Memory of a GPU in use.", "machine", ("gpu",), node),
         define("torsh_gpu_memory_total_bytes", gauge, size, "Memory of a GPU.", "machine", ("gpu",), node),
+        define("torsh_gpu_memory_ratio", gauge, ratio, "Part of a GPU's memory in use.", "machine", ("gpu",), node),
         define("torsh_gpu_temperature_celsius", gauge, "celsius", "Of a GPU.", "machine", ("gpu",), node),
         define("torsh_gpu_power_watts", gauge, "watts", "Power of a GPU.", "machine", ("gpu",), node),
         define("torsh_gpu_energy_joules", counter, "joules", "Energy of a GPU since boot.", "machine", ("gpu",), node),
@@ -153,6 +164,17 @@ def _table() -> tuple[MetricDefinition, ...]:
     whole = (
         define("torsh_ranks", gauge, "", "Ranks that report.", "job", (), job),
         define("torsh_world_size", gauge, "", "Ranks of the job.", "job", (), job),
+        define("torsh_planned_steps", gauge, "", "Steps that the job is to do in all.", "job", (), job),
+        define("torsh_remaining_seconds", gauge, seconds, "To its last step, at the newest pace.", "job", (), job),
+        define(
+            "torsh_loss_regained_ratio",
+            gauge,
+            ratio,
+            "Part of the loss's fall so far that it has risen again; smoothed.",
+            "job",
+            (),
+            job,
+        ),
         define("torsh_restarts", gauge, "", "Restarts of all workers so far.", "job", (), job),
         define("torsh_failures", counter, "", "Workers or nodes lost.", "job", (), job),
         define("torsh_regroupings", counter, "", "Times an elastic world went on with other ranks.", "job", (), job),

@@ -33,6 +33,11 @@ class GpuReading:
     energy_j: float | None
     """Since the driver was loaded."""
 
+    @property
+    def used_share(self) -> float | None:
+        """Part of its memory that is in use, from 0 to 1."""
+        return self.used_bytes / self.total_bytes if self.used_bytes is not None and self.total_bytes else None
+
 
 class GpuSensors:
     """The GPUs of this node; none if there is no driver. Opened at the first reading."""

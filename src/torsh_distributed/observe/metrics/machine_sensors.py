@@ -43,9 +43,15 @@ class ProcessSensors:
         # Only if the program uses it: asking would open the device and take half a gigabyte of it.
         if cuda is None or not getattr(cuda, "is_initialized", bool)():
             return
-        metrics("torsh_device_memory_bytes").record(cuda.memory_allocated())
-        metrics("torsh_device_memory_peak_bytes").record(cuda.max_memory_allocated())
-        metrics("torsh_device_memory_reserved_bytes").record(cuda.memory_reserved())
+        # One reading: each function for a single number takes all of them and drops the others.
+        found = cuda.memory_stats()
+        reserved = found.get("reserved_bytes.all.current", 0)
+        metrics("torsh_device_memory_bytes").record(found.get("allocated_bytes.all.current", 0))
+        metrics("torsh_device_memory_peak_bytes").record(found.get("allocated_bytes.all.peak", 0))
+        metrics("torsh_device_memory_reserved_bytes").record(reserved)
+        if reserved:
+            unusable = found.get("inactive_split_bytes.all.current", 0)
+            metrics("torsh_device_memory_fragmentation_ratio").record(unusable / reserved)
 
 
 _log = logging.getLogger(__name__)
@@ -87,8 +93,11 @@ class MachineSensors:
 
         is_first = "cpu" not in self._totals
         self._totals["cpu"] = busy = psutil.cpu_percent() / 100
+        io_wait = getattr(psutil.cpu_times_percent(), "iowait", None)
         if not is_first:  # the first one covers no time
             metrics("torsh_node_cpu_ratio").record(busy)
+            if io_wait is not None:
+                metrics("torsh_node_io_wait_ratio").record(io_wait / 100)
         metrics("torsh_node_load").record(os.getloadavg()[0])
 
     def _read_memory(self, metrics: RankMetrics) -> None:
@@ -97,6 +106,7 @@ class MachineSensors:
         memory = psutil.virtual_memory()
         metrics("torsh_node_memory_used_bytes").record(memory.total - memory.available)
         metrics("torsh_node_memory_total_bytes").record(memory.total)
+        metrics("torsh_node_memory_ratio").record(1 - memory.available / memory.total)
 
     def _read_traffic(self, metrics: RankMetrics) -> None:
         import psutil
@@ -142,6 +152,7 @@ class MachineSensors:
                 ("torsh_gpu_utilization_ratio", reading.utilization),
                 ("torsh_gpu_memory_used_bytes", reading.used_bytes),
                 ("torsh_gpu_memory_total_bytes", reading.total_bytes),
+                ("torsh_gpu_memory_ratio", reading.used_share),
                 ("torsh_gpu_temperature_celsius", reading.celsius),
                 ("torsh_gpu_power_watts", reading.power_w),
             ):

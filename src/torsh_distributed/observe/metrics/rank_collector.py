@@ -25,6 +25,7 @@ MAX_STEPS_A_SUMMARY = 400
 MAX_MARKS_A_SUMMARY = 40
 _MAX_TEXT_CHARS = 400
 _LONG_S = 1e6
+_LARGEST_SHORT = 3.4e38
 _MAX_UNDER_WAY = 1000
 _MARKS = (
     events.CheckpointEvent,
@@ -276,6 +277,8 @@ class RankCollector:
             num_samples=event.num_samples,
             is_skipped=event.is_skipped,
             preempted_s=preempted_s,
+            grad_norm=_short_float(event.grad_norm),
+            learning_rate=_short_float(event.learning_rate),
         )
 
     def timeline_taken(self) -> None:
@@ -294,6 +297,7 @@ class RankCollector:
         for name, values in (
             ("torsh_step", [event.step for event, _ in new]),
             ("torsh_steps", [1 for event, _ in new if not event.is_skipped]),
+            ("torsh_epoch", [event.epoch for event, _ in new]),
             ("torsh_skipped_steps", [1 for event, _ in new if event.is_skipped]),
             ("torsh_last_step_timestamp_seconds", [event.time for event, _ in new]),
             ("torsh_loss", [event.loss for event, _ in new]),
@@ -434,6 +438,11 @@ def _busy_s(spans: StepSpans, waited_s: float) -> float:
     """The time in which the thread waited for nobody and for no data."""
     phases = spans.phases
     return spans.step_s - waited_s - phases.get("data", 0.0) - phases.get("schedule", 0.0)
+
+
+def _short_float(value: float | None) -> float | None:
+    """What four bytes hold; None for what they do not, such as the norm of gradients that overflowed."""
+    return value if value is not None and abs(value) < _LARGEST_SHORT else None
 
 
 def _roundness(step: int) -> int:

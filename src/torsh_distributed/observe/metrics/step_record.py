@@ -142,6 +142,8 @@ class StepRecord(NamedTuple):
     is_skipped: bool = False
     preempted_s: float | None = None
     """Of its busy time, the seconds in which it was ready to run and other processes had its core."""
+    grad_norm: float | None = None
+    learning_rate: float | None = None
 
     @property
     def busy_s(self) -> float:
@@ -184,7 +186,7 @@ def unpack_steps(text: Any, *, most: int) -> tuple[list[StepRecord], int]:
     return found, num_bad
 
 
-_LAYOUT = struct.Struct("<2d8f2d2f")
+_LAYOUT = struct.Struct("<2d8f2d4f")
 """The fields in their order. Seconds have seven digits: a rank of a fast loop has hundreds of steps in a summary."""
 _OTHER, _SAMPLES, _SKIPPED = map(StepRecord._fields.index, ("other_s", "num_samples", "is_skipped"))
 PARTS: Sequence[str] = ("forward", "backward", "optimizer", "wait", "bubble", "data", "other")

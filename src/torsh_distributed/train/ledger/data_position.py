@@ -105,7 +105,7 @@ def describe_data(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
     if isinstance(loader, DataLoader) and not isinstance(data, IterableDataset):
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
         shuffled = f", training.seed {seed}" if isinstance(sampler, RandomSampler) else ""
-        facts |= {"samples": _length(data), "order": type(sampler).__name__ + shuffled}
+        facts |= {"samples": length_of(data), "order": type(sampler).__name__ + shuffled}
     elif isinstance(loader, Positioned):
         facts["batch size"] = getattr(loader, "batch_size", None)
     return facts
@@ -133,7 +133,8 @@ def require_same_data(facts: Mapping[str, Any]) -> None:
         require_same({"data": dict(facts)}, group=resolve_group(None), hint=SAME_DATA_HINT)
 
 
-def _length(data: Any) -> int | None:
+def length_of(data: Any) -> int | None:
+    """How many entries data or a loader have; None if they do not tell."""
     try:
         return len(data)
     except TypeError:

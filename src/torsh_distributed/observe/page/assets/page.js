@@ -55,12 +55,14 @@
     put(id, el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)));
   }
 
-  function lineChart(id, xs, ys, label, show) {
-    const points = xs.map((x, index) => [x, ys[index]]).filter(([x, y]) => isNumber(x) && isNumber(y));
+  const pointsOf = (xs, ys) => xs.map((x, index) => [x, ys[index]]).filter(([x, y]) => isNumber(x) && isNumber(y));
+  function lineChart(id, xs, ys, label, show, dots = [], dotLabel = "") {
+    const points = pointsOf(xs, ys);
     if (points.length < 2) { put(id, el("p", { class: "dim" }, "not measured yet")); return; }
     const [width, height, left, bottom, top] = [560, 200, 58, 22, 10];
     const lowX = points[0][0], highX = points[points.length - 1][0];
-    let lowY = Math.min(...points.map((point) => point[1])), highY = Math.max(...points.map((point) => point[1]));
+    const shownDots = dots.filter(([at]) => at >= lowX && at <= highX), heights = [...points, ...shownDots].map((point) => point[1]);
+    let lowY = Math.min(...heights), highY = Math.max(...heights);
     if (lowY === highY) { lowY -= Math.abs(lowY) / 10 || 1; highY += Math.abs(highY) / 10 || 1; }
     const x = (value) => left + ((value - lowX) / (highX - lowX || 1)) * (width - left - 8);
     const y = (value) => top + (1 - (value - lowY) / (highY - lowY)) * (height - top - bottom);
@@ -72,7 +74,11 @@
     const path = points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
     const newest = points[points.length - 1];
     put(id, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${label}, ${points.length} points, now ${show(newest[1])} at step ${newest[0]}`, "data-points": points.length },
-      ...marks, ...steps, svg("path", { class: "curve", d: path })));
+      ...marks, ...steps, svg("path", { class: "curve", d: path }), ...shownDots.map(([a, b]) => {
+        const title = svg("title", {});
+        title.textContent = `${dotLabel} ${show(b)} at step ${a}`;
+        return svg("circle", { class: "dot", cx: x(a), cy: y(b), r: 3.5, "data-dot": a }, title);
+      })));
   }
   function textAt(x, y, text, anchor) {
     const made = svg("text", { x, y, "text-anchor": anchor || "start" });
@@ -139,7 +145,7 @@
     const rank = state.ranks.find((one) => one.rank === chosen);
     if (!rank) { put("rank"); return; }
     const facts = [["node", rank.node ?? "–"], ["process", rank.pid ?? "–"], ["step", count(rank.step)], ["step time", seconds(rank.step_s)], ["busy", seconds(rank.busy_s)],
-      ["waiting for ranks", percent(rank.wait_share)], ["waiting for data", percent(rank.data_share)], ["memory", bytes(rank.memory)], ["device memory", bytes(rank.device_memory)],
+      ["waiting for ranks", percent(rank.wait_share)], ["waiting for data", percent(rank.data_share)], ["memory", bytes(rank.memory)], ["device memory", bytes(rank.device_memory)], ["fragmented", percent(rank.fragmentation)],
       ["cores", short(rank.cores)], ["operations", isNumber(rank.flops) ? `${short(rank.flops / 1e9)} GFLOP/s` : "–"], ["MFU", percent(rank.mfu)], ["heard of", `${seconds(rank.silent_s)} ago`]];
     const rows = facts.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
     put("rank", el("h3", {}, `Rank ${rank.rank}`), el("table", {}, el("tbody", {}, ...rows)), partsBar(rank.parts));
@@ -299,11 +305,15 @@
       ` · ${job.command || "a job"} · ${count(job.world_size)} ${job.world_size === 1 ? "rank" : "ranks"} on ${count(job.num_nodes)} ${job.num_nodes === 1 ? "node" : "nodes"}${job.backend ? ` · ${job.backend}` : ""}${job.attempt ? ` · restart ${job.attempt}` : ""}`,
       ...(slow ? [el("span", { class: "warn" }, ` · ${slow}`)] : []));
     const parts = state.parts, total = PARTS.reduce((sum, part) => sum + (parts[part] || 0), 0);
-    const figures = [["step", count(job.step)], ["loss", short(job.loss)], ["samples/s", short(job.samples_per_s)], ["a step", seconds(total || null)],
-      ["waiting for ranks", isNumber(parts.wait) && total ? percent(parts.wait / total) : "–"], ["running for", seconds(job.age_s)], ["last step", isNumber(job.last_step_age_s) ? `${seconds(Math.max(0, job.last_step_age_s))} ago` : "–"]];
+    const shareOf = (part) => (isNumber(parts[part]) && total ? percent(parts[part] / total) : "–");
+    const known = (name, value, text) => (isNumber(value) ? [[name, text(value)]] : []);
+    const figures = [["step", isNumber(job.planned_steps) ? `${count(job.step)} of ${count(job.planned_steps)}` : count(job.step)], ...known("epochs done", job.epoch, count),
+      ["loss", short(job.loss)], ...known("validation loss", job.validation_loss, short), ["samples/s", short(job.samples_per_s)], ["a step", seconds(total || null)],
+      ["waiting for ranks", shareOf("wait")], ["waiting for data", shareOf("data")], ...known("GPUs busy", job.gpu_utilization, percent),
+      ["running for", seconds(job.age_s)], ...known("left", job.remaining_s, seconds), ["last step", isNumber(job.last_step_age_s) ? `${seconds(Math.max(0, job.last_step_age_s))} ago` : "–"]];
     put("figures", ...figures.map(([name, value]) => el("li", {}, el("b", {}, value), el("span", {}, name))));
     drawAlerts(state.alerts);
-    lineChart("loss", state.curve.step, state.curve.loss, "loss by step", short);
+    lineChart("loss", state.curve.step, state.curve.loss, "loss by step", short, pointsOf(state.curve.validation_step, state.curve.validation_loss), "validation loss");
     const hasRate = state.curve.samples_per_s.some(isNumber);
     byId("rate-title").textContent = `${hasRate ? "Throughput (samples/s)" : "Step time"}, after the first step`;
     if (hasRate) lineChart("rate", state.curve.step, state.curve.samples_per_s, "samples per second by step", short);
