@@ -88,6 +88,14 @@ def test_a_threshold_names_every_rank_that_meets_it() -> None:
     assert again.series == ("rank 1",)
 
 
+def test_a_rule_with_labels_looks_at_those_series_alone() -> None:
+    view = job(loss=6)
+    rule = AlertRule(name="hot", metric="torsh_loss", value=5, labels={"rank": "1"})
+    (alert,) = AlertManager([rule]).check(view, now=0)
+    assert alert.series == ("rank 1",)
+    assert 'expr: torsh_loss{rank="1"} > 5' in prometheus_rules([rule])
+
+
 @pytest.mark.parametrize(("sign", "met"), [(">", 6), (">=", 5), ("<", 4), ("<=", 5), ("==", 5), ("!=", 4)])
 def test_every_operator(sign: str, met: float) -> None:
     manager = AlertManager([AlertRule(name="r", metric="torsh_loss", operator=sign, value=5)])
@@ -175,6 +183,8 @@ def test_rules_come_from_a_file(tmp_path: Path) -> None:
         ("[[rule]]\nname = 'x'\nmetric = 'torsh_loss'\nseverity = 'bad'\n", "is not a valid AlertSeverity"),
         ("[[rule]]\nname = 'x'\nmetric = 'torsh_loss'\noperator = '~'\n", "an operator is one of"),
         ("[[rule]]\nname = 'x'\nmetric = 'torsh_loss'\nactions = ['page']\n", "names an action that the file does not"),
+        ("[[rule]]\nname = 'x'\nmetric = 'torsh_loss'\nlabels = { op = 'x' }\n", "torsh_loss has no label op"),
+        ("[[rule]]\nname = 'x'\nmetric = 'torsh_loss'\nlabels = { rank = 1 }\n", "labels is a table of texts"),
         ("[[rule]]\nmetric = 'torsh_loss'\n", "a rule needs a name"),
         ("[[rule]]\nname = 'x'\ncondition = 'custom'\n", "needs a function"),
         ("[[rule]]\nname='x'\nmetric='torsh_loss'\n[[rule]]\nname='x'\nmetric='torsh_loss'\n", "the same name"),

@@ -15,7 +15,8 @@ app = typer.Typer(add_completion=False)
 def metrics(
     grafana: Annotated[Path | None, typer.Option(help="Write a dashboard for Grafana to this file.")] = None,
     alerts: Annotated[
-        Path | None, typer.Option(help="Print the rules of this TOML file as alerting rules of Prometheus.")
+        Path | None,
+        typer.Option(help="Print the rules of this TOML file, or `default`, as alerting rules of Prometheus."),
     ] = None,
 ) -> None:
     """Say what is measured; make a Grafana dashboard."""

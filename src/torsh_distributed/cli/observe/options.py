@@ -54,7 +54,10 @@ class ObserveOptions(NamedTuple):
         ),
     ] = None
     alerts: Annotated[
-        Path | None, typer.Option("--alerts", help="TOML file with rules for alerts.", rich_help_panel=_PANEL)
+        Path | None,
+        typer.Option(
+            "--alerts", help="TOML file with rules for alerts; default: those of the library.", rich_help_panel=_PANEL
+        ),
     ] = None
     green: Green = False
 

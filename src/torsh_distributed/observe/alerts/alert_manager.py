@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ class AlertManager:
         for one in exported_values(view, {rule.metric for rule in self.rules}):
             values.setdefault(one.definition.name, []).append(one)
         with self._lock:
-            found = [self._check_rule(rule, view, values.get(rule.metric, []), now) for rule in self.rules]
+            found = [self._check_rule(rule, view, _matching(rule, values), now) for rule in self.rules]
         return [alert for alert in found if alert is not None]
 
     def _check_rule(self, rule: AlertRule, view: JobView, values: list[ExportedValue], now: float) -> Alert | None:
@@ -260,6 +260,12 @@ class AlertManager:
         state.baseline.append(number)
         limit = rule.value or 6.0
         return f"{rule.metric} is {number:.6g}, usually {middle:.6g}" if z > limit else None
+
+
+def _matching(rule: AlertRule, values: Mapping[str, list[ExportedValue]]) -> list[ExportedValue]:
+    """The series of a rule's metric that have its labels."""
+    found = values.get(rule.metric, [])
+    return [one for one in found if rule.labels.items() <= one.labels.items()] if rule.labels else found
 
 
 def _natural(text: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,8 @@ class AlertRule:
     condition: ConditionKind = ConditionKind.THRESHOLD
     metric: str = ""
     """A metric of the catalogue, or `torsh_custom_…`; distributions are judged by their newest value."""
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Only series with these labels, such as `op`; all of the metric's without."""
     operator: str = ">"
     value: float = 0.0
     window_s: float = 60.0
@@ -92,6 +95,14 @@ class AlertRule:
                 hint=f"`torsh metrics` lists them; yours begin with {CUSTOM_PREFIX}",
                 rule=self.name,
             )
+        known = CATALOGUE[self.metric].labels if self.metric in CATALOGUE else ()
+        unknown = set(self.labels) - {*known, "rank", "node"}
+        if unknown:
+            raise ConfigurationError(
+                f"{self.metric} has no label {', '.join(sorted(unknown))}",
+                hint=f"labels: {', '.join((*known, 'rank', 'node'))}",
+                rule=self.name,
+            )
         if self.operator not in OPERATORS:
             raise ConfigurationError(f"an operator is one of {', '.join(OPERATORS)}", rule=self.name, got=self.operator)
         for name in ("window_s", "for_s", "cooldown_s"):
@@ -102,11 +113,18 @@ class AlertRule:
 
 
 _RULE_KEYS = {"name", "condition", "metric", "operator", "value", "window_s", "for_s", "severity", "cooldown_s"}
-_RULE_KEYS |= {"description", "actions"}
+_RULE_KEYS |= {"description", "actions", "labels"}
+DEFAULT = "default"
+"""In place of a file: the rules that come with the library."""
+_DEFAULT_FILE = Path(__file__).parent / "default_rules.toml"
 
 
 def read_rules(path: str | Path) -> tuple[list[AlertRule], dict[str, dict[str, Any]]]:
-    """The rules of a TOML file, and its actions by name; raises ConfigurationError for what is not understood."""
+    """The rules of a TOML file, and its actions by name; raises ConfigurationError for what is not understood.
+
+    `default` stands for the rules that come with the library.
+    """
+    path = _DEFAULT_FILE if str(path) == DEFAULT else path
     try:
         content = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -160,6 +178,9 @@ def _rule_of(table: Any, path: str) -> AlertRule:
     for name in ("name", "metric", "operator", "description"):
         if not isinstance(values.get(name, ""), str):
             raise ConfigurationError(f"{name} must be a text", file=path)
+    labels = values.get("labels", {})
+    if not isinstance(labels, dict) or not all(isinstance(one, str) for one in labels.values()):
+        raise ConfigurationError("labels is a table of texts", rule=str(table.get("name")), file=path)
     chosen = values.get("actions", ["log"])
     if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
         raise ConfigurationError("actions is a list of names", rule=str(table.get("name")), file=path)
@@ -187,7 +208,7 @@ def _rule(rule: AlertRule) -> dict[str, Any]:
 
 def expression(rule: AlertRule) -> str:
     """The condition in PromQL."""
-    series = _series(rule.metric)
+    series = _series(rule.metric) + _matchers(rule.labels)
     window = _duration(rule.window_s)
     match rule.condition:
         case ConditionKind.THRESHOLD:
@@ -215,6 +236,11 @@ def _series(metric: str) -> str:
             feature="alert rules",
         )
     return metric
+
+
+def _matchers(labels: Mapping[str, str]) -> str:
+    pairs = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items()]
+    return f"{{{', '.join(pairs)}}}" if pairs else ""
 
 
 def _duration(seconds: float) -> str:

@@ -87,6 +87,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
         "started": header.started,
         "age_s": ended - header.started,
         "backend": facts.get("backend"),
+        "epoch": max(view.series("torsh_epoch").values(), default=None),
         "step": step.step if step else None,
         "planned_steps": view.total_steps,
         "remaining_s": view.remaining_s,

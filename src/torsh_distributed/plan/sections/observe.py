@@ -34,7 +34,7 @@ class ObserveConfig(Section):
     pushgateway:URL, wandb:PROJECT, mlflow:URI, energy:FILE."""
 
     alert_rules: str | None = Field(default=None, min_length=1)
-    """TOML file with rules for alerts."""
+    """TOML file with rules for alerts; `default` for those that come with the library."""
 
     collection_interval_s: float = Field(default=5.0, gt=0)
     """Seconds between readings of the machine's sensors."""
