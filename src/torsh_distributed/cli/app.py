@@ -40,7 +40,7 @@ COMMANDS = {
     "compare": ("torsh_distributed.cli.observe.compare", "Compare two runs by their event files."),
     "forecast": (
         "torsh_distributed.cli.observe.forecast",
-        "Say how a run converges, how calmly and how efficiently, and when its loss will reach a target.",
+        "Say how a run converges, how calmly and how efficiently, what is a risk, and when its loss reaches a target.",
     ),
     "metrics": ("torsh_distributed.cli.observe.metrics", "Say what is measured; make a Grafana dashboard."),
     "green": ("torsh_distributed.cli.green.commands", "Say what runs cost in energy and CO2, and when to run."),

@@ -284,7 +284,7 @@ def _convergence(points: Sequence[CurvePoint]) -> Convergence | None:
         return None
     half = [(float(point.step), point.loss or 0.0) for point in points[len(points) // 2 :]]
     means = block_means(half, _NUM_BLOCKS)
-    slope, error = _line(means)
+    slope, error = line_through(means)
     best = min(points, key=lambda point: point.loss if point.loss is not None else math.inf)
     trend = "flat" if abs(slope) <= _SURE * error else "improving" if slope < 0 else "rising"
     return Convergence(
@@ -296,7 +296,7 @@ def _convergence(points: Sequence[CurvePoint]) -> Convergence | None:
     )
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Slope of the line of least squares, and its standard error."""
     mean_x = statistics.fmean(x for x, _ in points)
     mean_y = statistics.fmean(y for _, y in points)

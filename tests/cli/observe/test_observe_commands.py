@@ -103,3 +103,27 @@ def test_forecast_says_how_training_goes_and_when_it_arrives(tmp_path: Path) -> 
     assert "reached at step" in reached.output
     absent = runner.invoke(forecast.app, [str(tmp_path), "--target-loss", "0.1"])
     assert "no forecast, the target is below the floor" in absent.output
+
+
+def test_forecast_says_what_is_a_risk_by_thresholds_that_can_be_set(tmp_path: Path) -> None:
+    with (tmp_path / "rank-0.jsonl").open("w") as file:
+        for step in range(1, 301):
+            told = {"rank": 0, "time": 1000.0 + step, "step": step, "duration_s": 1.0}
+            norm, rate = (1.0 if step < 290 else 30.0), 0.1
+            done = {**told, "type": "step", "loss": 1.5 + 4 * step**-0.4, "grad_norm": norm, "learning_rate": rate}
+            file.write(json.dumps(done) + "\n")
+            if step % 30 == 0:
+                loss = 2.0 + abs(step - 150) / 1000
+                file.write(json.dumps({**told, "type": "evaluation", "loss": loss}) + "\n")
+    runner = CliRunner()
+    told = runner.invoke(forecast.app, [str(tmp_path)]).output
+    assert "overfitting: overfitting, validation loss 2.15, 7.5% above its best of step 150" in told
+    assert "gradients: exploding, norm 30, usually 1" in told
+    assert "learning rate: effective, 0.1 of at most 0.1" in told
+    tolerant = ["--overfitting-rise", "0.1", "--gradient-factor", "50", "--sure", "1e6", "--spent-rate", "2"]
+    risks = json.loads(runner.invoke(forecast.app, [str(tmp_path), *tolerant, "--json"]).output)["risks"]
+    assert [risks[name]["verdict"] for name in ("overfitting", "gradients", "learning_rate")] == [
+        "none",
+        "calm",
+        "spent",
+    ]

@@ -13,6 +13,7 @@ from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, newest_of
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
 from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
+from torsh_distributed.observe.training_risks import training_risks
 
 MAX_TIMELINE_RANKS = 16
 _NEWEST_STEPS = 20
@@ -62,6 +63,7 @@ def page_state(
             "energy": _energy(view),
             "federated": view.federated.summary(),
             "course": view.derived("course", lambda one: training_course(one).to_dict(), max_age_s=_ADVICE_AGE_S),
+            "risks": view.derived("risks", lambda one: training_risks(one).to_dict(), max_age_s=_ADVICE_AGE_S),
             "alerts": list(alerts),
             "anomalies": list(anomalies),
             "dropped": view.num_dropped,

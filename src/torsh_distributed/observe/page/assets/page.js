@@ -243,13 +243,17 @@
     byId("waits-section").hidden = !waits.length;
     table("waits", [["rank", (row) => row.rank], ["waits a step", (row) => seconds(row.waits_s), true], ["others wait for it", (row) => seconds(row.delays_s), true], ["comes last in", (row) => percent(row.last_share), true]], waits, "none");
   }
-  function drawCourse(course) {
+  function drawCourse(course, risks) {
     const rows = [];
     const { convergence, stability, efficiency } = course || {};
     if (convergence) rows.push(["convergence", `${convergence.trend}, ${short(convergence.change_per_1000_steps)} ± ${short(convergence.error)} in 1,000 steps; best ${short(convergence.best_loss)} at step ${count(convergence.best_step)}`]);
     if (stability) rows.push(["stability", `scatter ${isNumber(stability.scatter) ? `${(stability.scatter * 100).toFixed(1)} %` : "–"}, ${count(stability.num_spikes)} spikes, ${count(stability.num_nonfinite)} losses that are no number, ${count(stability.num_skipped)} skipped steps`]);
     if (efficiency) rows.push(["efficiency", [`${percent(efficiency.goodput)} of the time in steps`, isNumber(efficiency.busy_share) ? `${percent(efficiency.busy_share)} of a step busy` : null, isNumber(efficiency.samples_per_s) ? `${short(efficiency.samples_per_s)} samples/s` : null,
       isNumber(efficiency.flops_per_s) ? `${short(efficiency.flops_per_s / 1e9)} GFLOP/s` : null, isNumber(efficiency.mfu) ? `MFU ${percent(efficiency.mfu)}` : null].filter(Boolean).join(", ")]);
+    const { overfitting, gradients, learning_rate: rate } = risks || {};
+    if (overfitting) rows.push(["overfitting", `${overfitting.verdict}: validation loss ${short(overfitting.last_loss)}, best ${short(overfitting.best_loss)} at step ${count(overfitting.best_step)}`]);
+    if (gradients) rows.push(["gradients", `${gradients.verdict}: norm ${short(gradients.newest_norm)}, usually ${short(gradients.usual_norm)}; ${count(gradients.num_spikes)} spikes`]);
+    if (rate) rows.push(["learning rate", `${rate.verdict}: ${short(rate.rate)}, loss ${short(rate.change_per_1000_steps)} ± ${short(rate.error)} in 1,000 steps`]);
     byId("course-section").hidden = !rows.length;
     table("course", [["", (row) => row[0]], ["", (row) => row[1]]], rows, "none");
   }
@@ -326,7 +330,7 @@
     drawTimeline(state.timeline);
     drawMesh(state.mesh, job.world_size);
     drawAdvice(state);
-    drawCourse(state.course);
+    drawCourse(state.course, state.risks);
     drawEnergy(state.energy);
     drawFederated(state.federated);
     table("checkpoints", [["time", (row) => clock(row.time)], ["what", (row) => row.action], ["step", (row) => count(row.step), true], ["took", (row) => seconds(row.duration_s), true],
