@@ -372,6 +372,8 @@ class RoutingEvent(Event):
     capacity_use: float | None
     gate_entropy: float
     """On this rank, in nats."""
+    duration_s: float | None = None
+    """Of the gate's decision on this rank, with what ranks tell each other for it; on a GPU by its own clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

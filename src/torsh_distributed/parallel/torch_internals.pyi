@@ -18,6 +18,9 @@ from torch._C import _current_graph_task_id as _current_graph_task_id
 from torch._utils import _flatten_dense_tensors as _flatten_dense_tensors
 from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
 
+# The group of an event, which has its name.
+from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_process_group
+
 # Argument types of the public set_custom_all_gather and set_custom_reduce_scatter.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter

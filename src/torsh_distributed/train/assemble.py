@@ -20,12 +20,14 @@ from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.meeting.software_versions import comparable, own_software
 from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, InvalidArgument
-from torsh_distributed.observe.metrics.process_metrics import note_fact
+from torsh_distributed.observe.metrics.process_metrics import note_axes, note_fact
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
 from torsh_distributed.parallel.data.lone_replicas import LoneReplicas
 from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
 from torsh_distributed.parallel.expert.autocast_stacks import cast_expert_stacks
+from torsh_distributed.parallel.mesh.group_axes import GroupAxes
+from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
@@ -136,6 +138,7 @@ def _plan_of_all(model: nn.Module, plan: Plan, optimizer: str, example: Any) -> 
             _log.warning(notice)
     plan = plan.resolve(process_group.world_size())
     note_fact("mesh", plan.mesh.degrees)
+    note_axes(GroupAxes(MeshLayout(plan.mesh)))
     note_fact("total_steps", plan.training.steps)
     return plan
 

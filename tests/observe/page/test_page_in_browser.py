@@ -9,6 +9,7 @@ import pytest
 
 from tests.observe.packets import FakeRank
 from tests.observe.page.chromium import Chromium
+from torsh_distributed import events
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.page.html_report import write_report
@@ -42,11 +43,14 @@ class FullJob:
             rank.collector.metrics("torsh_node_load").record(1.5)
             rank.collector.metrics("torsh_host_memory_bytes").record(2**30)
             rank.collector.note_operations(3_000_000_000, 1e12)
+            sent = {"num_bytes": 10**6, "duration_s": 0.01, "codec": "topk:0.1", "wire_bytes": 10**5}
+            rank.collector.take(events.BucketEvent(step=1, index=0, **sent), now_s=100.0)  # type: ignore[arg-type]
             packet = rank.packet()
             packet["facts"] |= {"world_size": 4, "mesh": {"dp": 2, "pp": 2, "tp": 1}}
             if number == 0:
                 saved = {"type": "checkpoint", "time": 1.0, "action": "saved", "step": 5, "path": ATTACK}
-                packet["marks"] = [{**saved, "num_bytes": 2**20, "duration_s": 0.5}]
+                evaluated = {"type": "evaluation", "time": 1.0, "step": 5, "loss": 2.875}
+                packet["marks"] = [{**saved, "num_bytes": 2**20, "duration_s": 0.5}, evaluated]
             self.view.take(packet)
         counted = {"type": "energy", "time": 9e8, "rank": -1, "node": 0, "meter": ATTACK, "source": "estimate"}
         self.view.take({**counted, "is_measured": False, "joules": 500.0, "duration_s": 2.0, "detail": ATTACK})
@@ -75,6 +79,9 @@ def check_every_view(browser: Chromium) -> None:
     figures = browser.text("#figures")
     assert "30" in figures.split()
     assert "35.0 ms" in figures
+    assert "2.875" in figures
+    assert browser.ask("document.querySelectorAll('#loss [data-dot]').length") == 1
+    assert "codec topk" in browser.text("#rates")
     for chart, num_points in (("loss", "30"), ("rate", "29")):  # without the time of the first step
         assert browser.ask(f"document.querySelector('#{chart} [data-points]').dataset.points") == num_points
     assert browser.ask("document.querySelectorAll('#ranks [data-rank]').length") == 4

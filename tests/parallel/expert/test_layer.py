@@ -265,6 +265,27 @@ def test_a_batch_emits_a_routing_event() -> None:
     for name in ("num_tokens", "num_routed", "num_dropped", "load", "load_variation", "capacity_use", "gate_entropy"):
         assert getattr(event, name) == stats[name]
     assert event.num_dropped > 0
+    assert event.duration_s is not None
+    assert 0 < event.duration_s < 60
+
+
+@pytest.mark.needs_cuda
+def test_a_decision_on_a_gpu_is_timed_by_the_gpu() -> None:
+    """What the host has queued before is no part of it."""
+    seen: list[events.RoutingEvent] = []
+    end = events.subscribe(seen.append, events.RoutingEvent)  # type: ignore[arg-type]
+    layer = MoELayer(DIM, HIDDEN, ExpertConfig(num_experts=4), device="cuda")
+    tokens, busy = torch.randn(64, DIM, device="cuda"), torch.randn(8192, 8192, device="cuda")
+    layer(tokens)
+    torch.cuda.synchronize()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(30):
+        busy @ busy
+    stop.record()
+    layer(tokens)
+    end()
+    assert 0 < (seen[-1].duration_s or 0) < start.elapsed_time(stop) / 1e3 / 2
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------

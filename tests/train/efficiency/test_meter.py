@@ -17,6 +17,7 @@ from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build
 from torsh_distributed import events
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.observe import process_metrics, start_reporting, stop_reporting
 from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import DistributedConfig, MeshConfig, PipelineConfig, Plan, TrainingConfig
 from torsh_distributed.train import EfficiencyMeter, EfficiencyReport, Engine, parallelize
@@ -185,3 +186,41 @@ def measure_nothing() -> None:
 def test_what_cannot_be_measured_is_refused(world: World) -> None:
     world.run(measure_on_gloo, num_ranks=2, backend="gloo")
     world.run(measure_nothing, num_ranks=1, backend="gloo")
+
+
+def report_axes() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The metrics of a rank that reports while it is metered, and what the meter says of the same steps."""
+    reporter = start_reporting(lambda packet: True, interval_s=600)
+    try:
+        engine = engine_of(MeshConfig(dp=2, tp=2))
+        batch = iter(engine.batches(batches(STEPS + 1)))
+        engine.step(next(batch))
+        reporter.report()
+        before = dict(process_metrics().values())
+        with EfficiencyMeter(engine) as meter:
+            for _ in range(STEPS):
+                engine.step(next(batch))
+        reporter.report()
+        axes = meter.report().to_dict()["ranks"][dist.get_rank()]["axes"]
+        names = {name: value for name, value in process_metrics().values().items() if name.startswith("torsh_axis")}
+        counted = {
+            name: (value or 0) - (before.get(name) or 0)
+            for name, value in names.items()
+            if not name.startswith("torsh_axis_trend")
+        }
+        latency = process_metrics()("torsh_axis_seconds", "tp").statistics()
+        assert latency is not None
+        assert 0 < latency.median <= latency.p99
+        return counted, axes
+    finally:
+        stop_reporting()
+
+
+def test_a_rank_that_reports_tells_each_axis_as_the_meter_does(world: World) -> None:
+    for counted, axes in world.run(report_axes, num_ranks=4, backend="shm", timeout_s=60):
+        for axis in ("dp", "tp"):
+            for name in ("operations", "bytes"):  # the meter's are means, which thirds round
+                expected = STEPS * axes[axis][f"num_{name}"]
+                assert counted[f'torsh_axis_{name}{{axis="{axis}"}}'] == pytest.approx(expected, rel=1e-9)
+            waited_s = counted[f'torsh_axis_wait_seconds{{axis="{axis}"}}']
+            assert waited_s == pytest.approx(STEPS * axes[axis]["wait_s"], rel=0.5, abs=0.05)

@@ -23,6 +23,22 @@ _SHOWN_INCIDENTS = 100
 _WAITS = ("wait", "bubble", "data")
 _BUSY = ("forward", "backward", "optimizer", "other")
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
+_RATE_METRICS = {
+    f"torsh_{topic}_{name}": (kind, unit, what)
+    for topic, kind, unit in (
+        ("axis", "axis", "bytes"),
+        ("compression", "codec", "bytes"),
+        ("routing", "gate", "tokens"),
+    )
+    for name, what in (
+        ("seconds", "latency"),
+        (f"{unit}_per_second", "rate"),
+        ("trend_ratio", "trend"),
+        ("size_ratio", "size"),
+    )
+    if f"torsh_{topic}_{name}" in CATALOGUE
+}
+"""By metric: what it is about, in what its throughput is counted, and what it says."""
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
 
@@ -49,6 +65,7 @@ def page_state(
             "curve": _curve(view),
             "parts": _mean_of_parts([rank["parts"] for rank in ranks]),
             "operations": _operations(view),
+            "rates": _rates(view),
             "timeline": _timeline(view),
             "nodes": _nodes(view),
             "custom": _custom(view),
@@ -163,6 +180,24 @@ def _operations(view: JobView) -> list[dict[str, Any]]:
         for name in ("p50_s", "p95_s", "rate"):
             row[name] = _short(_mean(row[name]))
     return sorted(found.values(), key=lambda row: -row["bytes"])
+
+
+def _rates(view: JobView) -> list[dict[str, Any]]:
+    """Axes, codecs and gates: latency, throughput and trend, means over the ranks that have one."""
+    columns: dict[str, dict[str, list[float]]] = {}
+    for _, (name, labels), value in view.values(_RATE_METRICS):
+        kind, unit, what = _RATE_METRICS[name]
+        row = columns.setdefault(" ".join([kind, *labels]), {})
+        if isinstance(value, DistributionSummary):
+            for column, figure in (("p50_s", value.median), ("p95_s", value.p95), ("p99_s", value.p99)):
+                row.setdefault(column, []).append(figure)
+        else:
+            row.setdefault(f"{unit}_per_s" if what == "rate" else what, []).append(value)
+    names = ("p50_s", "p95_s", "p99_s", "bytes_per_s", "tokens_per_s", "trend", "size")
+    return [
+        {"what": what, **{name: _short(_mean(row.get(name, ()))) for name in names}}
+        for what, row in sorted(columns.items())
+    ]
 
 
 def _timeline(view: JobView) -> list[dict[str, Any]]:

@@ -103,6 +103,22 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_gradient_bytes", counter, size, "Gradients averaged, before encoding.", "communication"),
         define("torsh_gradient_wire_bytes", counter, size, "Gradients averaged, as sent.", "communication"),
     )
+    axis = "axes"
+    axes = (
+        define("torsh_axis_operations", counter, "", "Operations of groups along an axis.", axis, ("axis",)),
+        define("torsh_axis_bytes", counter, size, "Size of what they fill.", axis, ("axis",)),
+        define("torsh_axis_wait_seconds", counter, seconds, "Training waited for them.", axis, ("axis",)),
+        define("torsh_axis_seconds", distribution, seconds, "Time in one of them.", axis, ("axis",)),
+        define("torsh_axis_bytes_per_second", gauge, "", "Bytes over the time in them.", axis, ("axis",)),
+        define("torsh_axis_trend_ratio", gauge, ratio, "Change of that, newest over earlier ones.", axis, ("axis",)),
+    )
+    name, codec = "compression", ("codec",)
+    codecs = (
+        define("torsh_compression_seconds", distribution, seconds, "Average of a bucket through a codec.", name, codec),
+        define("torsh_compression_bytes_per_second", gauge, "", "Bytes before encoding over that time.", name, codec),
+        define("torsh_compression_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", name, codec),
+        define("torsh_compression_size_ratio", gauge, ratio, "Bytes sent over bytes before encoding.", name, codec),
+    )
     memory = (
         define("torsh_host_memory_bytes", gauge, size, "Resident memory of the process.", "memory"),
         define("torsh_host_memory_peak_bytes", gauge, size, "Most resident memory of the process.", "memory"),
@@ -131,7 +147,14 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_checkpoint_size_bytes", gauge, size, "Size of the newest checkpoint.", "checkpoints"),
         define("torsh_checkpoint_step", gauge, "", "Step of the newest saved checkpoint.", "checkpoints"),
         define("torsh_expert_load_variation_ratio", gauge, ratio, "Spread of rows over experts.", "experts"),
+        define("torsh_expert_load_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", "experts"),
         define("torsh_expert_dropped", counter, "", "Choices of experts without room.", "experts"),
+        define("torsh_expert_choices", counter, "", "Choices of experts that were computed.", "experts"),
+        define("torsh_expert_capacity_use_ratio", gauge, ratio, "Used part of the experts' room.", "experts"),
+        define("torsh_routed_tokens", counter, "", "Tokens that gates decided about, on all ranks.", "experts"),
+        define("torsh_routing_seconds", distribution, seconds, "Decision of a gate on a batch.", "experts"),
+        define("torsh_routing_tokens_per_second", gauge, "", "Tokens over the time of decisions.", "experts"),
+        define("torsh_routing_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", "experts"),
         define("torsh_parameter_pushes", counter, "", "Pushes to parameter servers.", "parameters"),
         define("torsh_parameter_pulls", counter, "", "Pulls from parameter servers.", "parameters"),
         define("torsh_parameter_version", gauge, "", "Version that was pulled last.", "parameters"),
@@ -207,7 +230,20 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_federated_epsilon", gauge, "", "Of differential privacy, so far.", name, (), job),
         define("torsh_federated_figure", gauge, "", "Of the global model, by name.", name, ("figure",), job),
     )
-    return training + compute + communication + memory + data + state + machine + whole + energy + federated
+    return (
+        training
+        + compute
+        + communication
+        + axes
+        + codecs
+        + memory
+        + data
+        + state
+        + machine
+        + whole
+        + energy
+        + federated
+    )
 
 
 CATALOGUE: Mapping[str, MetricDefinition] = {definition.name: definition for definition in _table()}

@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+from torsh_distributed.observe.metrics.operation_rates import AxisOf
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Metric, RankMetrics, Send
 from torsh_distributed.observe.metrics.rank_reporter import INTERVAL_S, RankReporter
@@ -69,3 +70,10 @@ def note_fact(name: str, value: Any) -> None:
     reporter = _reporters.get(os.getpid())
     if reporter is not None:
         reporter.facts[name] = value
+
+
+def note_axes(axis_of: AxisOf) -> None:
+    """Tell which groups lie along which axis of the mesh, if anything is reported; asked on the reporter's thread."""
+    reporter = _reporters.get(os.getpid())
+    if reporter is not None:
+        reporter.note_axes(axis_of)

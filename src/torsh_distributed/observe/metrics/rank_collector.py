@@ -17,6 +17,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.recording.span_account import StepSpans, covered_s
 from torsh_distributed.events import step_notes
+from torsh_distributed.observe.metrics.operation_rates import AxisOf, AxisRates, CompressionRates, RoutingRates
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.step_record import RunDelay, StepRecord, TrainingSpans
 
@@ -92,6 +93,9 @@ class RankCollector:
         self._flops_per_step: int | None = None
         self._peak_flops: float | None = None
         self._window: deque[tuple[StepRecord, int | None]] = deque(maxlen=20)
+        self._compression = CompressionRates(self.metrics)
+        self._routing = RoutingRates(self.metrics)
+        self._axes = AxisRates(self.metrics)
 
     def attach(self) -> Self:
         """Take events from now on, until `detach`."""
@@ -143,6 +147,10 @@ class RankCollector:
         """torch's DDP averages over this group, whose operations are recorded."""
         self._averaged_group = self._training.averaged_group = group
 
+    def note_axes(self, axis_of: AxisOf) -> None:
+        """Which groups lie along which axis of the mesh; asked on the reporter's thread."""
+        self._axes.axis_of = axis_of
+
     def fold(self) -> None:
         """Add up everything that has happened since the last call, and record it as metrics."""
         self.fold_steps()
@@ -188,6 +196,7 @@ class RankCollector:
             case events.CollectiveEvent():
                 self._add_collective(event)
             case events.BucketEvent():
+                self._compression.add(event)
                 self.metrics("torsh_gradient_bytes").record(event.num_bytes)
                 if event.wire_bytes is not None:
                     self.metrics("torsh_gradient_wire_bytes").record(event.wire_bytes)
@@ -195,8 +204,7 @@ class RankCollector:
                 self.metrics("torsh_device_memory_bytes").record(event.allocated_bytes)
                 self.metrics("torsh_device_memory_peak_bytes").record(event.peak_bytes)
             case events.RoutingEvent():
-                self.metrics("torsh_expert_load_variation_ratio").record(event.load_variation)
-                self.metrics("torsh_expert_dropped").record(event.num_dropped)
+                self._routing.add(event)
             case events.ParameterEvent():
                 self._add_parameters(event)
             case _:
@@ -224,6 +232,9 @@ class RankCollector:
             self._training = TrainingSpans(now_s - event.duration_s)
             self._training.averaged_group = self._averaged_group
         spans, computed_s = self._training.end_step(now_s, cpu_s)
+        averaged_s, self._training.averaged_s = self._training.averaged_s, 0.0
+        if averaged_s and self._training.averaged_group is not None:
+            self._axes.add_wait(self._training.averaged_group, averaged_s)
         if not self._has_begun:
             # Nothing says when the first step began but the step itself, which does not count the wait for its data.
             self._has_begun = True
@@ -291,6 +302,8 @@ class RankCollector:
         for op, (count, num_bytes) in started.items():
             self.metrics("torsh_collectives", op).record(count)
             self.metrics("torsh_collective_bytes", op).record(num_bytes)
+        for rates in (self._axes, self._compression, self._routing):
+            rates.settle()
         new, self._new = self._new, []
         if not new:
             return
@@ -349,14 +362,15 @@ class RankCollector:
         self._has_waits = True
         self._groups_with_waits.add(note.group)
         if note.num_started:
-            self._count(note.op, note.num_started, note.num_bytes)
+            self._count(note.op, note.group, note.num_started, note.num_bytes)
         if note.thread == self._thread:
             self._training.add_wait(note)
+            self._axes.add_wait(note.group, note.end_s - note.start_s)
 
     def _add_started(self, operation: OperationRecord) -> None:
         self._has_waits = True
         self._groups_with_waits.add(operation.group)
-        self._count(operation.op, 1, operation.num_bytes)
+        self._count(operation.op, operation.group, 1, operation.num_bytes)
         if operation.thread == self._thread:
             self._training.add_start(operation)
 
@@ -364,9 +378,10 @@ class RankCollector:
         if event.error is not None:
             self.metrics("torsh_collective_errors", event.op).record(1)
         if event.group not in self._groups_with_waits:  # else its backend has told of it already
-            self._count(event.op, 1, event.num_bytes)
+            self._count(event.op, event.group, 1, event.num_bytes)
 
-    def _count(self, op: str, num_operations: int, num_bytes: int) -> None:
+    def _count(self, op: str, group: str, num_operations: int, num_bytes: int) -> None:
+        self._axes.count(group, num_operations, num_bytes)
         sums = self._started.setdefault(op, [0, 0])
         sums[0] += num_operations
         sums[1] += num_bytes
@@ -376,6 +391,7 @@ class RankCollector:
         since_s, self._looked_s = self._looked_s, time.monotonic()
         intervals = []
         ended: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+        by_group: list[tuple[str, int, float]] = []
         under_way, self._under_way = self._under_way, []
         newest, last = None, self._last_seen
         for record in itertools.chain(itertools.takewhile(lambda one: one is not last, recorder.timed()), under_way):
@@ -388,8 +404,10 @@ class RankCollector:
             start_s, end_s, op = record.start_s, record.end_s, record.op
             intervals.append((start_s if start_s > since_s else since_s, end_s))
             ended[op].append((record.num_bytes, end_s - start_s))
+            by_group.append((record.group, record.num_bytes, end_s - start_s))
         self._last_seen = newest or last
         del self._under_way[_MAX_UNDER_WAY:]
+        self._axes.add_ended(reversed(by_group))
         for op, found in ended.items():
             self.metrics("torsh_collective_seconds", op).record_all([took_s for _, took_s in found])
             moving_s = sum([took_s for num_bytes, took_s in found if num_bytes])

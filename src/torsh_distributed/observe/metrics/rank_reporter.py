@@ -14,6 +14,7 @@ from typing import Any
 from torsh_distributed import events, known_variables
 from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 from torsh_distributed.observe.metrics.machine_sensors import MachineSensors, ProcessSensors
+from torsh_distributed.observe.metrics.operation_rates import AxisOf
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Send
 from torsh_distributed.observe.metrics.step_record import pack_steps
@@ -73,6 +74,10 @@ class RankReporter:
         """Whether metrics come along. Nodes take turns: not all ranks of a large job tell everything at once."""
         turn = round(time.time() / self._interval_s) + self._node
         return self._sequence <= 2 or turn % _SUMMARIES_A_METRIC == 0
+
+    def note_axes(self, axis_of: AxisOf) -> None:
+        """Which groups lie along which axis of the mesh."""
+        self._collector.note_axes(axis_of)
 
     def install_hooks(self) -> None:
         """See the steps of plain loops."""

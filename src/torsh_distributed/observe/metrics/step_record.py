@@ -26,6 +26,8 @@ class TrainingSpans:
 
     def __init__(self, started_s: float) -> None:
         self.averaged_group: str | None = None
+        self.averaged_s = 0.0
+        """Waits for that group that no note tells of."""
         self.timeline: list[list[Any]] = []
         """The spans since the last step: [name, start, seconds]."""
         self._account = SpanAccount(started_s, bubble_waits=POINT_TO_POINT)
@@ -81,6 +83,7 @@ class TrainingSpans:
         start_s, end_s = average.start_s, average.end_s
         if end_s is not None and start_s < end_s <= now_s:
             self._account.add_wait(average.op, start_s, end_s - start_s)
+            self.averaged_s += end_s - start_s
             self._draw(f"wait: {average.op}", start_s, end_s)
 
     def _add_idle(self, cpu: step_notes.CpuSpan | None) -> None:

@@ -30,7 +30,7 @@ from torsh_distributed.parallel.expert.dispatch import (
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segments_of
 from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
-from torsh_distributed.parallel.expert.routing_stats import RoutingStats
+from torsh_distributed.parallel.expert.routing_stats import RoutingClock, RoutingStats
 from torsh_distributed.parallel.models.probing import is_probing
 from torsh_distributed.plan.sections.expert import ExpertConfig
 
@@ -135,9 +135,10 @@ class MoELayer(nn.Module):
     @outside_graphs
     def forward(self, inputs: Tensor) -> Tensor:
         tokens = inputs.reshape(-1, inputs.shape[-1])
+        clock = RoutingClock(tokens.device) if events.wanted(events.RoutingEvent) else None
         decision = self.router(tokens)
         self.decision = decision
-        self._observe(decision)
+        self._observe(decision, clock)
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
@@ -235,16 +236,18 @@ class MoELayer(nn.Module):
         everyone = dist.get_process_group_ranks(self.router.data_group)
         return [everyone.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
-    def _observe(self, decision: RoutingDecision) -> None:
+    def _observe(self, decision: RoutingDecision, clock: RoutingClock | None) -> None:
         if is_probing():
             return
+        if clock is not None:
+            clock.stop()
         if self.training and self.config.watches_load:
             total = max(int(decision.demand.sum()), 1)
             now = [count / total for count in decision.demand.tolist()]
             keep = 0.0 if self.smoothed_load is None else self.config.load_smoothing
             before = self.smoothed_load or now
             self.smoothed_load = [keep * old + (1 - keep) * new for old, new in zip(before, now, strict=True)]
-        if events.wanted(events.RoutingEvent):
+        if clock is not None:
             stats = RoutingStats.of(decision)
             events.emit(
                 events.RoutingEvent(
@@ -255,6 +258,7 @@ class MoELayer(nn.Module):
                     load_variation=stats.load_variation,
                     capacity_use=stats.capacity_use,
                     gate_entropy=stats.gate_entropy,
+                    duration_s=clock.duration_s(),
                 )
             )
 

@@ -1,7 +1,8 @@
-"""Statistics of a layer's routing in its last forward."""
+"""Statistics of a layer's routing in its last forward, and the time that the decision took."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -69,3 +70,31 @@ class RoutingStats:
             num_full=sum(rows >= capacity for rows in load) if capacity else None,
             gate_entropy=float(entropy),
         )
+
+
+class RoutingClock:
+    """Times a decision from here to `stop`; on a GPU by events of its stream, because the host runs ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._marks = _timing_event(), _timing_event()
+            self._marks[0].record()
+        self._started_s = self._ended_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """The decision is made, or on a GPU under way."""
+        self._ended_s = time.perf_counter()
+        if self._marks is not None:
+            self._marks[1].record()
+
+    def duration_s(self) -> float:
+        """Seconds that it took; on a GPU this waits for it."""
+        if self._marks is None:
+            return self._ended_s - self._started_s
+        self._marks[1].synchronize()
+        return float(self._marks[0].elapsed_time(self._marks[1]) / 1e3)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch

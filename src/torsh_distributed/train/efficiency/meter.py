@@ -17,10 +17,10 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.recording.span_account import PART_OF_PHASE, SpanAccount
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.events import Phase
-from torsh_distributed.parallel.mesh.layout import MESH_ORDER, MeshLayout
+from torsh_distributed.parallel.mesh.group_axes import GroupAxes
+from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.train.efficiency.report import AxisTime, EfficiencyReport, StepTimes
 from torsh_distributed.train.engine import Engine
-from torsh_distributed.train.torch_internals import _resolve_process_group
 
 
 class Account:
@@ -106,7 +106,7 @@ class EfficiencyMeter:
         self._layout = MeshLayout(engine.plan.mesh)
         self._account: Account | None = None
         self._lock = threading.Lock()
-        self._axes: dict[str, str] = {}
+        self._axis_of = GroupAxes(self._layout)
         self._thread = 0
         self._end: Callable[[], None] | None = None
 
@@ -162,13 +162,3 @@ class EfficiencyMeter:
                 account.add_phase(event.phase, event.start_s, event.duration_s)
             elif isinstance(event, events.StepEvent) and is_training:
                 account.end_step(time.monotonic())
-
-    def _axis_of(self, group: str) -> str | None:
-        """The axes along which the group's ranks differ; None for a group of one."""
-        if group not in self._axes:
-            found = _resolve_process_group(group)  # type: ignore[arg-type]  # torch's name for a str
-            members = dist.get_process_group_ranks(found)
-            places = [self._layout.coordinates(rank) for rank in members]
-            spanned = [axis for axis in MESH_ORDER if len({place[axis] for place in places}) > 1]
-            self._axes[group] = "×".join(spanned)
-        return self._axes[group] or None

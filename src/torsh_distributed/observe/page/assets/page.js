@@ -327,6 +327,10 @@
     put("parts", partsBar(parts));
     table("operations", [["operation", (row) => row.op], ["count", (row) => count(row.count), true], ["bytes", (row) => bytes(row.bytes), true], ["median", (row) => seconds(row.p50_s), true],
       ["p95", (row) => seconds(row.p95_s), true], ["per second", (row) => (isNumber(row.rate) ? `${bytes(row.rate)}/s` : "–"), true], ["errors", (row) => count(row.errors), true]], state.operations, "no operation was seen");
+    byId("rates").hidden = !state.rates.length;
+    table("rates", [["along", (row) => row.what], ["median", (row) => seconds(row.p50_s), true], ["p95", (row) => seconds(row.p95_s), true], ["p99", (row) => seconds(row.p99_s), true],
+      ["per second", (row) => (isNumber(row.bytes_per_s) ? bytes(row.bytes_per_s) : isNumber(row.tokens_per_s) ? `${short(row.tokens_per_s)} tokens` : "–"), true],
+      ["trend", (row) => (isNumber(row.trend) ? `${row.trend > 0 ? "+" : ""}${percent(row.trend)}` : "–"), true], ["size", (row) => percent(row.size), true]], state.rates, "none");
     drawTimeline(state.timeline);
     drawMesh(state.mesh, job.world_size);
     drawAdvice(state);
