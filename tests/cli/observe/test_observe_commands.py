@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,11 +13,17 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.cli.test_app import torsh
 from tests.observe.job.test_run_files import write_run
+from tests.observe.packets import FakeRank, job_of_two
+from torsh_distributed import events
 from torsh_distributed.cli.observe import forecast
+from torsh_distributed.cli.observe.top import drawing
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.page_state import page_state
 
 pytestmark = pytest.mark.ranks
 
@@ -50,6 +57,27 @@ def test_a_finished_run_as_a_page_a_table_and_a_report(tmp_path: Path) -> None:
     done = torsh("dashboard", str(folder), "--report", str(report))
     assert done.stdout == f"report: {report}\n"
     assert '"state": "finished"' in report.read_text()
+
+
+def test_the_terminal_shows_what_is_known_of_epochs_evaluations_and_the_end() -> None:
+    view, rank = job_of_two(10), FakeRank(0)
+    assert "left" not in shown(view), "nobody told how many steps there will be"
+    for _ in range(10):
+        rank.step(compute_s=0.9, wait_s=0.1)
+    rank.collector.take(events.EvaluationEvent(step=10, loss=2.5, duration_s=0.1), now_s=200.0)
+    rank.collector.metrics("torsh_epoch").record(2)
+    rank.collector.metrics("torsh_gpu_utilization_ratio", "0").record(0.5)
+    view, packet = JobView(), rank.packet()
+    packet["facts"]["total_steps"] = 310
+    view.take(packet)
+    assert "epochs done 2  validation loss 2.5  GPUs busy 50%  left 5.0 min" in shown(view)
+
+
+def shown(view: JobView) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(drawing(page_state(view)))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    return text
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
