@@ -16,6 +16,8 @@ from torsh_distributed.train.batches import (
     DataOrder,
     count_pieces,
     count_samples,
+    has_rows,
+    pick_rows,
     rows_of,
     sharded,
     split_rows,
@@ -212,3 +214,39 @@ def test_ranks_with_fewer_samples_can_make_as_many_passes() -> None:
 def test_a_batch_without_samples_to_count_is_refused(batch: object) -> None:
     with pytest.raises(InvalidArgument, match="dim 0 counts samples"):
         count_samples(batch)
+
+
+def test_samples_of_unequal_length_are_counted_and_cut_as_samples() -> None:
+    batch = ([torch.ones(length, 2) for length in (3, 1, 4)], torch.arange(3))
+    assert count_samples(batch) == 3
+    assert has_rows(batch)
+    (first, labels), _ = split_rows(batch, 3, 3)[1]
+    assert [len(one) for one in first] == [1]
+    assert labels.tolist() == [1]
+
+
+def test_lists_with_an_entry_for_each_sample_are_cut_by_entries() -> None:
+    images = [torch.ones(3, size, 2) for size in (4, 4, 5, 6)]
+    boxes = [{"boxes": torch.ones(number, 4)} for number in (1, 3, 2, 5)]
+    for batch in ((images, boxes), (tuple(images), torch.arange(4)), {"text": [*"abcd"], "x": torch.arange(4)}):
+        assert count_samples(batch) == 4
+        assert has_rows(batch)
+    found, wanted = take_rows((images, boxes), 1, 3)
+    assert ([one.shape[1] for one in found], len(wanted[0]["boxes"])) == ([4, 5], 3)
+    assert pick_rows({"text": [*"abcd"], "x": torch.arange(4)}, [2, 0])["text"] == ["c", "a"]
+    first, second = take_rows([torch.ones(2, 5), torch.zeros(2, 5)], 0, 1)  # two tensors of two samples
+    assert (first.shape, second.shape) == ((1, 5), (1, 5))
+
+
+def test_a_number_that_all_samples_share_stays() -> None:
+    rows, scale = take_rows((torch.arange(4), torch.tensor(2.0)), 1, 3)
+    assert (rows.tolist(), float(scale)) == ([1, 2], 2.0)
+
+
+def test_tensors_that_are_not_by_sample_are_not_cut_silently() -> None:
+    batch = {"x": torch.ones(8, 2), "class weights": torch.ones(5)}
+    with pytest.raises(InvalidArgument, match=r"gradient_accumulation cuts a batch.*numbers of rows"):
+        split_rows(batch, 8, 2)
+    assert len(split_rows(batch, 8, 1)) == 1
+    with pytest.raises(InvalidArgument, match="a loader without indices cuts a batch"):
+        list(sharded([batch], DataOrder(seed=0), part=0, num_parts=2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from torsh_distributed.train.ledger.data_position import (
     positioned,
     require_exactly_once,
     require_one_order,
+    require_same_order,
+    warn_of_other_batches,
     with_positions,
 )
 
@@ -83,43 +85,116 @@ def rows_of(num_samples: int, *, part: int, num_parts: int) -> RowRange:
 
 
 def count_samples(batch: Batch) -> int:
-    """The number of samples in a batch: dim 0 of its first tensor."""
-    if isinstance(batch, Tensor) and batch.dim() > 0:
-        return batch.shape[0]
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, Iterable) and not isinstance(parts, str | bytes | Tensor):
-        for part in parts:
-            return count_samples(part)
-    raise InvalidArgument(
-        "a batch must hold tensors whose dim 0 counts samples",
-        hint="use a collate function that stacks samples into tensors",
-        batch_type=type(batch).__name__,
-    )
+    """The number of samples in a batch: dim 0 of its tensors, or the entries of its lists of samples."""
+    found = _num_samples(batch)
+    if found is None:
+        raise InvalidArgument(
+            "a batch must hold tensors whose dim 0 counts samples",
+            hint="use a collate function that stacks samples into tensors",
+            batch_type=type(batch).__name__,
+        )
+    return found
+
+
+def has_rows(batch: Batch) -> bool:
+    """Whether a batch can be cut into samples: each of its tensors has as many, but for single numbers."""
+    return len(set(_numbers_of_rows(batch, _num_samples(batch)))) <= 1
+
+
+def _num_samples(batch: Batch) -> int | None:
+    """By the first tensor that is in no list of tensors: such a list may have an entry for each sample."""
+    outside = next(_rows_outside_lists(batch), None)
+    if outside is not None:
+        return outside
+    for one in _lists_in(batch):
+        rows = [part for part in one if isinstance(part, Tensor) and part.dim()]
+        are_alike = len(rows) == len(one) and len({(part.shape[1:], part.dtype) for part in rows}) == 1
+        if isinstance(one[0], Mapping) or (are_alike and len({len(part) for part in rows}) > 1):
+            return len(one)
+    return next(_numbers_of_rows(batch, None), None)
+
+
+def _rows_outside_lists(batch: Batch) -> Iterator[int]:
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield len(batch)
+    elif isinstance(batch, Mapping | list | tuple) and not _is_list(batch):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _rows_outside_lists(part)
+
+
+def _lists_in(batch: Batch) -> Iterator[Sequence[Any]]:
+    if _is_list(batch):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _lists_in(part)
+
+
+def _is_list(batch: Batch) -> bool:
+    """Whether all entries are of one kind: tensors, mappings or texts."""
+    if not isinstance(batch, list | tuple) or not batch or hasattr(batch, "_fields"):
+        return False
+    kinds: tuple[Any, ...] = (Tensor, Mapping, str)
+    return any(all(isinstance(one, kind) for one in batch) for kind in kinds)
+
+
+def _is_of_samples(batch: Batch, num_samples: int | None) -> bool:
+    """Whether a list has an entry for each sample, rather than tensors that each have all of them."""
+    if not _is_list(batch) or len(batch) != num_samples:
+        return False
+    return not all(isinstance(one, Tensor) and one.dim() and len(one) == num_samples for one in batch)
+
+
+def _numbers_of_rows(batch: Batch, num_samples: int | None) -> Iterator[int]:
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield len(batch)
+    elif _is_of_samples(batch, num_samples):
+        yield len(batch)
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _numbers_of_rows(part, num_samples)
+
+
+def _require_rows(batch: Batch, why: str) -> None:
+    if not has_rows(batch):
+        raise InvalidArgument(
+            f"{why} cuts a batch into samples, and its tensors have different numbers of rows",
+            hint="let the collate function give every tensor a row for each sample, and keep in the model what all"
+            " samples share; or cut nothing: a DataLoader over a dataset with indices,"
+            " training.gradient_accumulation = 1",
+            rows=sorted(set(_numbers_of_rows(batch, _num_samples(batch)))),
+        )
 
 
 def take_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Rows start..stop of every tensor in the batch, views where possible, in the same nesting."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop]
-    if isinstance(batch, Mapping):
-        return {key: take_rows(value, start, stop) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(take_rows(value, start, stop) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(take_rows(value, start, stop) for value in batch)
-    return batch
+    """Rows start..stop of every tensor in the batch, views where possible, in the same nesting; numbers stay."""
+    return _cut(batch, lambda rows: rows[start:stop], _num_samples(batch))
 
 
 def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """These rows of every tensor in the batch, in the same nesting."""
+    """These rows of every tensor in the batch, in the same nesting; numbers stay."""
+
+    def picked(samples: Any) -> Any:
+        if isinstance(samples, Tensor):
+            return samples[torch.tensor(rows, device=samples.device)]
+        return type(samples)(samples[row] for row in rows)
+
+    return _cut(batch, picked, _num_samples(batch))
+
+
+def _cut(batch: Batch, cut: Callable[[Any], Any], num_samples: int | None) -> Batch:
     if isinstance(batch, Tensor):
-        return batch[torch.tensor(rows, device=batch.device)]
+        return cut(batch) if batch.dim() else batch
+    if _is_of_samples(batch, num_samples):
+        return cut(batch)
     if isinstance(batch, Mapping):
-        return {key: pick_rows(value, rows) for key, value in batch.items()}
+        return {key: _cut(value, cut, num_samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(pick_rows(value, rows) for value in batch))
+        return type(batch)(*(_cut(value, cut, num_samples) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(pick_rows(value, rows) for value in batch)
+        return type(batch)(_cut(value, cut, num_samples) for value in batch)
     return batch
 
 
@@ -145,6 +220,8 @@ def split_rows(
     edges = [multiple * ((number * blocks + rest) // count) for number in range(count + 1)] if count else [0]
     edges += [num_samples] if left else []
     rows = list(itertools.pairwise(edges))
+    if len(rows) > 1 or at_least > 1:
+        _require_rows(batch, "training.gradient_accumulation")
     weightless = [(take_rows(batch, 0, 1), 0.0)] * (at_least - len(rows))
     if len(rows) == 1:
         return [(batch, 1.0), *weightless]
@@ -182,13 +259,13 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         indexed = _batches_of(loader, order)
         if indexed is not None:
             planned = [list(indices) for indices in indexed]
+            # Beside a sampler of batches, which is the user's, torch puts a sequential one that is not asked.
+            is_ours = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler | RandomSampler)
             if order.is_exactly_once:
-                # Beside a sampler of batches, which is the user's, torch puts a sequential one that is not asked.
-                is_ours = loader.batch_size is not None and isinstance(
-                    loader.sampler, SequentialSampler | RandomSampler
-                )
                 again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
                 require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
+            elif order.compares_ranks and not is_ours:
+                require_same_order(planned, loader, epoch=order.epoch)
             rest = _not_done(indexed, planned, order)
             yield from _fetched(loader, rest, order, part=part, num_parts=num_parts)
             return
@@ -199,11 +276,24 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         stream.load_state_dict(order.position)
         order = replace(order, skip=0, num_done=0)
     batches = _read_on(loader, order)
+    if order.compares_ranks:
+        batches = _compared(batches, order)
     for batch, position in ((one, None) for one in batches) if stream is None else with_positions(batches, stream):
         total = count_samples(batch)
+        if num_parts > 1:
+            _require_rows(batch, "a loader without indices")
         share = rows_of(total, part=part, num_parts=num_parts)
         rows = take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1)
         yield RankBatch(rows, len(share), total, position=position)
+
+
+def _compared(batches: Iterator[Batch], order: DataOrder) -> Iterator[Batch]:
+    """The same batches; the first one is compared between ranks."""
+    first = next(batches, None)
+    warn_of_other_batches(first, epoch=order.epoch)
+    if first is not None:
+        yield first
+        yield from batches
 
 
 def _read_on(loader: Iterable[Batch], order: DataOrder) -> Iterator[Batch]:

@@ -505,7 +505,7 @@ class Engine:
             require_same_data(describe_loader(loader, seed=seed))
             return evaluate(
                 self.strategy,
-                self._sharded(loader, DataOrder(seed=seed)),
+                self._sharded(loader, DataOrder(seed=seed, compares_ranks=self.asks_others)),
                 loss=self.loss,
                 kind=lambda batch: self.loss.kind(self._setting, batch),
                 precision=self.precision,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from torsh_distributed.errors import InvalidArgument
+from tests.bed.world import World
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.train.batches import DataOrder, RankBatch, sharded
 from torsh_distributed.train.ledger.data_position import (
     END_OF_DATA,
@@ -249,3 +253,52 @@ def test_workers_resume_with_the_same_transforms() -> None:
     whole = read(0, 1)
     assert read(1, 1) == whole[4:]
     assert read(1, 2) == whole[4:]
+
+
+def read_here(kind: str) -> tuple[str, str]:
+    """What an epoch of this loader comes to: an error, and what was said."""
+    rank, said = process_group.rank(), []
+    data = list(range(8))
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torsh_distributed")
+    logger.addHandler(handler)
+    loaders: dict[str, Any] = {
+        "divided": lambda: DataLoader(
+            data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
+        ),
+        "drawn apart": lambda: DataLoader(
+            data,
+            batch_size=2,
+            sampler=WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(rank)),
+        ),
+        "drawn alike": lambda: DataLoader(
+            data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(1))
+        ),
+        "stream of its own": lambda: [torch.arange(4) + rank],
+        "same stream": lambda: [torch.arange(4)],
+    }
+    try:
+        list(sharded(loaders[kind](), DataOrder(seed=0), part=rank, num_parts=2))
+    except ConfigurationError as error:
+        return str(error), ""
+    finally:
+        logger.removeHandler(handler)
+    return "", "\n".join(said)
+
+
+def read_all() -> dict[str, tuple[str, str]]:
+    return {
+        kind: read_here(kind) for kind in ("divided", "drawn apart", "drawn alike", "stream of its own", "same stream")
+    }
+
+
+@pytest.mark.ranks
+def test_ranks_that_read_other_batches_are_told(world: World) -> None:
+    found, others = world.run(read_all)
+    assert "leave DistributedSampler out" in found["divided"][0]
+    assert "a generator that all ranks seed alike" in found["drawn apart"][0]
+    assert "the first batch of epoch 0 differs between rank 0 and rank 1" in found["stream of its own"][1]
+    assert others["stream of its own"] == ("", "")
+    for kind in ("drawn alike", "same stream"):
+        assert found[kind] == ("", "")
