@@ -165,7 +165,7 @@ class MeanOfLabels(LossKind):
     @override
     def guarded(self, batch: Batch) -> Batch:
         labels = tensor_at(batch, self.path)
-        return _replaced(batch, self.path, self.rule.with_a_label(labels, is_shifted=self.is_shifted))
+        return replaced(batch, self.path, self.rule.with_a_label(labels, is_shifted=self.is_shifted))
 
     @property
     @override
@@ -190,6 +190,32 @@ class MeanOfValues(LossKind):
     @override
     def __str__(self) -> str:
         return "a mean over values"
+
+
+@dataclass(frozen=True)
+class MeanOfWeights(LossKind):
+    """A mean weighted by the tensor at `path`: a mask, the weights of samples, or lengths."""
+
+    path: Path
+    of_labels: bool = False
+    """The tensor has labels: those below 0 do not count, all others alike."""
+
+    @override
+    def count(self, batch: Batch) -> Tensor:
+        found = tensor_at(batch, self.path)
+        return (found >= 0 if self.of_labels else found).double().sum()
+
+    @override
+    def guarded(self, batch: Batch) -> Batch:
+        weights = tensor_at(batch, self.path).clone()
+        place = (0,) * weights.dim()
+        counted = torch.full_like(weights[place], 0 if self.of_labels else 1)
+        weights[place] = torch.where(self.count(batch) == 0, counted, weights[place])
+        return replaced(batch, self.path, weights)
+
+    @override
+    def __str__(self) -> str:
+        return "a mean weighted by a tensor of the batch"
 
 
 @dataclass(frozen=True)
@@ -228,15 +254,15 @@ def tensor_at(batch: Batch, path: Path) -> Tensor:
     return value
 
 
-def _replaced(batch: Any, path: Path, tensor: Tensor) -> Any:
+def replaced(batch: Any, path: Path, tensor: Tensor) -> Any:
     """The batch with another tensor at `path`; nothing in place."""
     if not path:
         return tensor
     first, rest = path[0], path[1:]
     if isinstance(batch, Mapping):
-        return {**batch, first: _replaced(batch[first], rest, tensor)}
+        return {**batch, first: replaced(batch[first], rest, tensor)}
     assert isinstance(first, int)
-    values = [*batch[:first], _replaced(batch[first], rest, tensor), *batch[first + 1 :]]
+    values = [*batch[:first], replaced(batch[first], rest, tensor), *batch[first + 1 :]]
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 

@@ -6,16 +6,17 @@ two halves. Nothing changes: no parameter, no buffer, no random state.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError
@@ -24,10 +25,18 @@ from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
-from torsh_distributed.train.batches import Batch, count_samples, take_rows
+from torsh_distributed.train.batches import Batch, count_samples, has_rows, take_rows
 from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
-from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfSamples, SumOfSamples
+from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfLabels, MeanOfSamples, SumOfSamples
 from torsh_distributed.train.losses.loss_terms import LossTerm
+from torsh_distributed.train.losses.uneven_targets import (
+    KEPT,
+    Named,
+    changes_of,
+    kind_named,
+    kinds_that_fit,
+    of_loss_fn,
+)
 from torsh_distributed.train.losses.watched_loss import WatchedLoss
 from torsh_distributed.train.precision import Precision
 
@@ -55,12 +64,17 @@ class LossProbe:
 
     def find_kind(self, batch: Batch) -> LossKind:
         """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
-        part = telling_rows(batch, self.num_rows)
+        with self.loss.untouched():
+            return self._find_kind(batch)
+
+    def _find_kind(self, batch: Batch) -> LossKind:
         self.strategy.count_labels(LabelRule(is_uniform=True))  # nothing is weighed by what is to be found
-        problem = ""
+        problem, seen = "", None
+        is_cut = all(self._everyones(has_rows(batch)))
         try:
+            part = telling_rows(batch, self.num_rows) if is_cut else batch
             value, terms, returns_count = self._watched(part)
-            found = LossFinding.of(self.strategy, part, value, terms, returns_count=returns_count)
+            found, seen = LossFinding.of(self.strategy, part, value, terms, returns_count=returns_count), self.loss.seen
         except Exception as error:
             problem = _first_line(error)
         problems = [one for one in self._everyones(problem) if one]
@@ -81,7 +95,69 @@ class LossProbe:
                 ' not count, "sum"; or set mesh.pp and mesh.cp to 1',
                 key="training.loss_is",
             )
-        return self._fitting(part, value, found)
+        if not is_cut:
+            _log.warning("the tensors of a batch have different numbers of rows: its loss is taken for %s", kind)
+            return kind
+        return self._for_uneven(part, found, self._fitting(part, value, found), seen)
+
+    def _for_uneven(self, batch: Batch, found: LossFinding, kind: LossKind, seen: tuple[Any, Any] | None) -> LossKind:
+        """The kind that also fits where parts of the targets do not count; `kind` if it does, or if none is known.
+
+        `seen`: what a loss_fn was called with, where this rank computes it. Every rank calls this.
+        """
+        is_exact = isinstance(kind, MeanOfComputed | SumOfSamples) or has_own_rule(self.strategy.whole_model)
+        if is_exact or self.strategy.num_sample_ranks != self.strategy.data_degree:
+            return kind  # it tells in every step, or sees parts of sequences
+        self.loss.watches = True
+        try:
+            if self.loss.loss_fn is None:
+                mine = self._of_own_loss(batch, kind, has_means=bool(found.names))
+            else:
+                with self._looking():
+                    mine = {} if seen is None else of_loss_fn(self.loss, *seen, kind, rounding=self._rounding)
+        finally:
+            self.loss.watches = False
+        told: list[Any] = [[*name, is_right] for name, is_right in mine.items()]
+        fits: dict[Named, bool] = {}
+        for what, path, value, is_right in itertools.chain(*self._everyones(told)):
+            name = (what, tuple(path), value)
+            fits[name] = fits.get(name, True) and is_right
+        if fits.get(KEPT, True):
+            return kind
+        others = [kind_named(name, kind) for name, is_right in fits.items() if is_right]
+        if self.strategy.splits_loss:  # parts are weighed by labels, or alike
+            others = [one for one in others if isinstance(one, MeanOfLabels) and one.path == (1,)]
+        if others:
+            return others[0]
+        _log.warning(
+            "the loss is %s in the first batch, and will not be once masks, weights or labels in the targets leave"
+            " something out: losses then differ from those of one process; let loss_fn return (sum, count)",
+            kind,
+        )
+        return kind
+
+    def _of_own_loss(self, batch: Batch, kind: LossKind, *, has_means: bool) -> dict[Named, bool]:
+        """`kinds_that_fit` for a model that computes its loss: it runs on changed batches, with all ranks.
+
+        Only with values that are legal anywhere: on a GPU an index that does not exist ends the process.
+        """
+        proposed: list[Any] = [[list(path), value] for path, value in changes_of(batch, (0,))]
+        everyones = itertools.chain(*self._everyones(proposed))
+        changes = list(dict.fromkeys((tuple(path), value) for path, value in everyones))
+
+        def evaluate(part: Batch) -> tuple[float, float]:
+            with self._looking():
+                loss = float(self.compute(part))
+            return loss, float(self.loss.take_count().count)
+
+        is_coupled = self.strategy.splits_loss or bool(moe_layers(self.strategy.whole_model))
+        if is_coupled or not all(self._everyones(count_samples(batch) > 1)):
+            return {}
+        return kinds_that_fit(evaluate, batch, kind, changes, has_means=has_means, rounding=self._rounding)
+
+    @property
+    def _rounding(self) -> float:
+        return 1e-4 if self.precision.is_full else 1e-2
 
     def _watched(self, batch: Batch) -> tuple[Tensor, list[LossTerm], bool]:
         self.loss.watches = True
@@ -156,8 +232,12 @@ class LossProbe:
         try:
             for start, stop in halves:
                 part = take_rows(batch, start, stop)
-                with self._looking():
-                    value = float(self.compute(kind.guarded(part)))
+                try:
+                    with self._looking():
+                        value = float(self.compute(kind.guarded(part)))
+                except Exception as error:  # the user's code, on half a batch
+                    _log.warning("the loss of half a batch could not be computed: %s", _first_line(error))
+                    return math.nan
                 if isinstance(kind, MeanOfComputed):
                     weight = float(self.loss.take_count().count)
                 else:
@@ -191,6 +271,11 @@ def _eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def has_own_rule(model: nn.Module) -> bool:
+    """Whether the model's loss is one of transformers': those count labels, whatever else the batch has."""
+    return hasattr(model, "loss_type") and hasattr(model, "config")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.train.losses.loss_terms import LossTerm, LossTerms
 
 _NEXT_TO_NOTHING = 1e-30
@@ -39,10 +43,31 @@ class WatchedLoss:
         self.watches = False
         self.returns_count = False
         self.terms: list[LossTerm] = []
+        self.seen: tuple[Any, Any] | None = None
+        """What it was called with last inside `untouched`."""
+        self._only_looks = False
         self._count: ComputedCount | None = None
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Calls inside only look: what a loss keeps between calls, such as running means, is as before afterwards.
+
+        What it writes into tensors of its own, a module's apart, is not followed.
+        """
+        kept, module = self.loss_fn, self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
+        if module is None and not isinstance(kept, FunctionType | MethodType | partial) and hasattr(kept, "__dict__"):
+            self.loss_fn = copy.copy(kept)
+        self._only_looks = True
+        try:
+            with nullcontext() if module is None else probing(module):
+                yield
+        finally:
+            self.loss_fn, self.seen, self._only_looks = kept, None, False
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss; of `(sum, count)` the mean, or 0 if nothing counts."""
+        if self._only_looks:
+            self.seen = outputs, targets
         with self._noting(self.watches):
             value = self.loss_fn(outputs, targets)
         if not isinstance(value, tuple):

@@ -1,0 +1,235 @@
+"""Losses that leave parts of the targets out, though nothing of the first batch is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.bed.world import World
+from torsh_distributed.plan import Plan
+from torsh_distributed.train import parallelize
+from torsh_distributed.train.losses.loss_kind import MeanOfLabels, MeanOfSamples, MeanOfValues
+from torsh_distributed.train.losses.uneven_targets import KEPT, of_loss_fn
+from torsh_distributed.train.losses.watched_loss import WatchedLoss
+
+STEPS, ROWS, LENGTH, CLASSES = 4, 8, 6, 5
+
+
+def by_hand(missing: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A mean over the labels other than `missing`, without a loss of torch's."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        mask = (labels != missing).float()
+        return -(picked * mask).sum() / mask.sum()
+
+    return loss
+
+
+def selected(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != 0
+    return functional.cross_entropy(logits[mask], labels[mask])
+
+
+def of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every sample weighs the same, however many of its labels count."""
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    mask = (labels != 0).float()
+    return (-(picked * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def masked(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, mask = targets
+    return functional.mse_loss(logits[..., 0][mask], wanted[mask])
+
+
+def masked_by_hand(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, mask = targets
+    return ((logits[..., 0] - wanted).square() * mask).sum() / mask.sum()
+
+
+def within_lengths(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, lengths = targets
+    mask = torch.arange(LENGTH, device=lengths.device) < lengths[:, None]
+    return ((logits[..., 0] - wanted).square() * mask).sum() / lengths.sum()
+
+
+def weighted(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    labels, weights = targets
+    each = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+    return (each * weights).sum() / weights.sum()
+
+
+def with_a_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over labels, and one over samples: right as long as all labels count, as in plain classification."""
+    return functional.cross_entropy(logits.transpose(1, 2), labels) + 0.01 * logits.square().mean()
+
+
+def labels_of(tokens: Tensor, counted: Tensor, missing: int) -> Tensor:
+    labels = 1 + tokens % (CLASSES - 1)
+    return torch.where(counted, labels, missing)
+
+
+def batches(kind: str) -> list[tuple[Tensor, Any]]:
+    """Everything counts in the first batch; in later ones more of the second half of the rows."""
+    torch.manual_seed(4)
+    made: list[tuple[Tensor, Any]] = []
+    for step in range(STEPS):
+        tokens = torch.randint(CLASSES, (ROWS, LENGTH))
+        lengths = torch.full((ROWS,), LENGTH)
+        if step:
+            lengths = 1 + torch.arange(ROWS) * step % LENGTH
+        counted = torch.arange(LENGTH) < lengths[:, None]
+        wanted, weights = torch.randn(ROWS, LENGTH), torch.linspace(1, 1 + step, ROWS)
+        targets = {
+            "zero": labels_of(tokens, counted, 0),
+            "ignored": labels_of(tokens, counted, -100),
+            "mask": (wanted, counted),
+            "numbers": (wanted, counted.float()),
+            "lengths": (wanted, lengths),
+            "weights": (labels_of(tokens, counted | True, 0), weights),
+        }
+        made.append((tokens, targets[kind]))
+    return made
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "labels of 0 by hand": (by_hand(0), "zero"),
+    "labels of -100 by hand": (by_hand(-100), "ignored"),
+    "selected labels": (selected, "zero"),
+    "rows": (of_rows, "zero"),
+    "selected values": (masked, "mask"),
+    "mask by hand": (masked_by_hand, "mask"),
+    "mask of numbers": (masked_by_hand, "numbers"),
+    "lengths": (within_lengths, "lengths"),
+    "weights": (weighted, "weights"),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, from a mask in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        return masked_by_hand(self.inner(tokens), targets)
+
+
+def plain(name: str) -> list[float]:
+    """One process and torch alone."""
+    loss_fn, kind = CASES[name]
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for tokens, targets in batches(kind):
+        optimizer.zero_grad()
+        loss = loss_fn(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(name: str, plan: dict[str, Any], *, own: bool = False) -> list[float]:
+    loss_fn, kind = CASES[name]
+    model = OwnLoss() if own else make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    training = {"steps": STEPS, "batch_size": ROWS, **plan.get("training", {})}
+    chosen = Plan(**{**plan, "training": training})
+    engine = parallelize(model, optimizer, chosen, loss_fn=None if own else loss_fn)
+    return [engine.step(batch) for batch in engine.batches(batches(kind))]
+
+
+PLANS: tuple[dict[str, Any], ...] = ({}, {"mesh": {"shard": 2}}, {"training": {"gradient_accumulation": 2}})
+
+
+def train_all() -> dict[str, list[list[float]]]:
+    found = {name: [train(name, plan) for plan in PLANS] for name in CASES}
+    found["own"] = [train("mask by hand", plan, own=True) for plan in PLANS]
+    return found
+
+
+@pytest.mark.ranks
+def test_what_the_first_batch_does_not_leave_out_weighs_as_in_one_process(world: World) -> None:
+    for found in world.run(train_all):
+        for name, by_plan in found.items():
+            expected = plain("mask by hand" if name == "own" else name)
+            for losses, plan in zip(by_plan, PLANS, strict=True):
+                assert losses == pytest.approx(expected, rel=1e-5), (name, plan)
+
+
+def warnings_in_a_pipeline() -> str:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torsh_distributed")
+    logger.addHandler(handler)
+    try:
+        train("mask by hand", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(said)
+
+
+@pytest.mark.ranks
+def test_a_pipeline_that_cannot_weigh_by_a_mask_says_so(world: World) -> None:
+    assert any("let loss_fn return (sum, count)" in said for said in world.run(warnings_in_a_pipeline))
+
+
+def fits(name: str, kept: Any) -> dict[Any, bool]:
+    loss_fn, kind = CASES.get(name, (with_a_penalty, "zero"))
+    tokens, targets = batches(kind)[0]
+    watched = WatchedLoss(loss_fn)
+    watched.watches = True
+    return of_loss_fn(watched, make_model()(tokens), targets, kept)
+
+
+def test_a_kind_that_counts_what_the_loss_counts_is_kept() -> None:
+    assert fits("rows", MeanOfSamples())[KEPT]
+    assert fits("penalty", MeanOfLabels((1,)))[KEPT]
+    assert not fits("mask by hand", MeanOfSamples())[KEPT]
+    found = fits("selected values", MeanOfValues((1, 0)))
+    assert not found[KEPT]
+    assert found["computed", (), 0]
+
+
+def test_targets_without_rows_are_left_alone() -> None:
+    watched = WatchedLoss(selected)
+    watched.watches = True
+    assert of_loss_fn(watched, torch.randn(3, 2), torch.zeros(4, dtype=torch.long), MeanOfSamples()) == {}
+
+
+class Normalised:
+    """Keeps a running mean of what it computed."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.mse_loss(outputs, targets)
+        self.mean = loss.detach() if self.mean is None else 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+def test_looking_at_a_loss_leaves_its_running_means() -> None:
+    loss_fn = Normalised()
+    watched = WatchedLoss(loss_fn)
+    with watched.untouched():
+        watched(torch.ones(2), torch.zeros(2))
+        assert watched.seen is not None
+    assert watched.seen is None
+    assert watched.loss_fn is loss_fn
+    assert loss_fn.mean is None
