@@ -254,8 +254,7 @@ class Engine:
         self._before_update()
         events.reached("step", self.num_steps)
         is_again = self.update is not None and self.update.batch is batch
-        if self.update is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
             # What the last step's recordings returned may be overwritten.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -324,6 +323,8 @@ class Engine:
             self.strategy.before_backward(scaled)
             scaled.backward()  # type: ignore[no-untyped-call]  # untyped in torch
             self.strategy.after_backward(scaled)
+        if update.weights.correction is not None:  # now, so that what a script does to gradients sees those of the step
+            self.strategy.scale_gradients(update.weights.correction)
         if update.is_last:
             self._edited.note_gradients()
 
@@ -349,8 +350,6 @@ class Engine:
             try:
                 if scale is None:
                     self._require_finite("the loss", loss, update)
-                if update.weights is not None and update.weights.correction is not None:
-                    self.strategy.scale_gradients(update.weights.correction)
                 if self.gradient_hooks is not None:  # before overflows are looked for: a hook may make one
                     self.gradient_hooks.run(self.strategy)
                 is_done = self.precision.unscale(self.optimizer)
@@ -635,8 +634,14 @@ class Engine:
     def _begun(self) -> Update:
         if self.update is None:
             self._before_update()
+            self._forget_gradients()
             self.update = Update()
         return self.update
+
+    def _forget_gradients(self) -> None:
+        """Those of an update that was given up, and what other losses have left in the parameters: a script's own, or
+        that of another Engine, whose backward went through this model."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _sharded(self, loader: Iterable[Batch], order: DataOrder) -> Iterator[RankBatch]:
         divide = sharded if self.elastic is None else DividedBatches

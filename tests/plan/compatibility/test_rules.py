@@ -191,6 +191,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"training": {"loss_is": "auto"}},
         2,
     ),
+    "global-mean-of-parts": (
+        {"training": {"loss_is": "global_mean", "gradient_accumulation": 2}},
+        {"training": {"gradient_accumulation": 1}},
+        2,
+    ),
     "shared-statistics-of-parts": (
         {"training": {"sync_batch_norm": True}, "mesh": {"pp": 2}},
         {"mesh": {"pp": 1, "shard": 2}},

@@ -94,6 +94,15 @@ LOSS_RULES = (
         way_out="leave training.loss_is out",
     ),
     CompatibilityRule(
+        name="global-mean-of-parts",
+        keys=("training.loss_is", "training.gradient_accumulation", "mesh.pp"),
+        clashes=lambda plan: (
+            plan.training.loss_is == "global_mean" and (plan.training.gradient_accumulation > 1 or plan.mesh.pp > 1)
+        ),
+        reason="td.global_mean divides by what all ranks count in this pass, and a step has several",
+        way_out="set training.gradient_accumulation = 1 and mesh.pp = 1, and [activation] to save memory",
+    ),
+    CompatibilityRule(
         name="shared-statistics-of-parts",
         keys=("training.sync_batch_norm", "training.gradient_accumulation", "mesh.pp", "pipeline.num_microbatches"),
         clashes=lambda plan: plan.training.sync_batch_norm and _divides_in_time(plan),

@@ -143,7 +143,7 @@ class FirstBatchComparison:
         device = setup.setting.device
         why_not = self._why_not
         rows, ignored = None, 0
-        if setup.loss.is_collective or self._plan.training.loss_is == "global_mean":
+        if setup.loss.is_collective:
             why_not = why_not or "ranks communicate in its loss"
         elif self._whole is not None and _lacks_memory(self._whole.num_bytes, device):
             why_not = why_not or "there is no memory for all of it on one rank"

@@ -6,14 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, RankBatch, to_device
 from torsh_distributed.train.inference.metrics import MetricSet
 from torsh_distributed.train.losses.engine_loss import EngineLoss
-from torsh_distributed.train.losses.loss_kind import LossKind, as_tensor
+from torsh_distributed.train.losses.loss_kind import LossKind, SumOfSamples, WholeBatch, as_tensor
 from torsh_distributed.train.precision import Precision
+
+
+def _weight(kind: LossKind, piece: RankBatch, batch: Batch) -> Tensor | float:
+    """What a loss weighs beside those of other batches and of other ranks' parts of this one."""
+    if isinstance(kind, WholeBatch):  # of all ranks: each has its part of the mean
+        return float(piece.total)
+    return kind.count(batch)
 
 
 @torch.no_grad()
@@ -50,11 +58,12 @@ def evaluate(
                     strategy, strategy.unwrapped, batch, watching=None if seen is None else seen.watching
                 )
             computed = loss.take_count()
-            if piece.num_samples:
-                count = as_tensor(what.count(batch) if computed is None else computed.count, device)
+            if piece.num_samples or isinstance(what, WholeBatch):
+                count = as_tensor(_weight(what, piece, batch) if computed is None else computed.count, device)
                 # The mean over no label is not a number.
                 sums[0] += torch.where(count > 0, value.double() * count, 0.0)
-                sums[1] += count
+                # Sums are added, and a batch counts once, however many ranks have a part of it.
+                sums[1] += piece.num_samples / piece.total if isinstance(what, SumOfSamples) else count
     finally:
         loss.is_borrowed = False
         strategy.model.train(was_training)

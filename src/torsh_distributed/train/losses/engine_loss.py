@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_varsize
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.parallel.strategy import ComputeLoss, Strategy
 from torsh_distributed.parallel.torch_internals import tree_flatten, tree_map_only
 from torsh_distributed.plan import Plan
@@ -20,9 +22,11 @@ from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.losses.loss_finding import counted_labels
 from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfSamples, SumOfSamples, WholeBatch
 from torsh_distributed.train.losses.loss_probe import LossProbe
-from torsh_distributed.train.losses.step_weights import StepWeights, begin_step
+from torsh_distributed.train.losses.step_weights import StepWeights, begin_step, counting
 from torsh_distributed.train.losses.watched_loss import ComputedCount, WatchedLoss
 from torsh_distributed.train.precision import Precision
+
+_log = logging.getLogger(__name__)
 
 
 class GatheredLoss:
@@ -102,12 +106,13 @@ class EngineLoss:
         self._plan = plan
         self.is_borrowed = False
         """Whether this rank computes with samples of another, which do not count."""
-        if loss_fn is not None and self.is_collective:
+        if loss_fn is not None and plan.training.gather_for_loss:
             loss_fn = GatheredLoss(loss_fn, group, lambda: self.is_borrowed)
         self._watched = WatchedLoss(loss_fn)
         self._has_fn = loss_fn is not None
         self._kind: LossKind | None = None
         self._last: StepWeights | None = None
+        self._has_warned = process_group.rank() != 0
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -122,7 +127,7 @@ class EngineLoss:
     @property
     def is_collective(self) -> bool:
         """Whether ranks communicate in the loss, so all must compute it equally often."""
-        return self._plan.training.gather_for_loss
+        return self._plan.training.gather_for_loss or self._plan.training.loss_is == "global_mean"
 
     def compute(
         self, strategy: Strategy, model: nn.Module, batch: Batch, *, watching: Watching | None = None
@@ -130,7 +135,7 @@ class EngineLoss:
         """The loss of this rank's batch, under the strategy; `watching` may look at outputs and targets."""
         fn: LossFn | None = self._watched if self._has_fn else None
         fn, compute = (fn, loss_of) if watching is None else watching(fn)
-        with self._watched.watching():
+        with self._watched.watching(), counting(is_borrowed=self.is_borrowed):
             return strategy.loss(model, batch, fn, compute)
 
     def kind(self, setting: StepSetting, batch: Batch) -> LossKind:
@@ -157,8 +162,7 @@ class EngineLoss:
             return probe.find_kind(batch)
         if declared == "mean_of_counted":
             return counted_labels(setting.strategy, batch)
-        kinds: dict[str, LossKind] = {"mean": MeanOfSamples(), "sum": SumOfSamples(), "global_mean": WholeBatch()}
-        return kinds[declared]
+        return SumOfSamples() if declared == "sum" else MeanOfSamples()
 
     def begin(
         self,
@@ -194,8 +198,21 @@ class EngineLoss:
     def begin_samples(
         self, strategy: Strategy, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None
     ) -> StepWeights:
-        """The weights of a step whose losses were not computed here: every sample weighs the same."""
+        """The weights of a step whose losses were not computed here: every sample weighs the same, unless the plan says
+        what the loss is."""
         self.is_borrowed = evenness == 0.0
+        declared = self._plan.training.loss_is
+        if declared in ("sum", "global_mean"):
+            kind = SumOfSamples() if declared == "sum" else WholeBatch()
+            return begin_step(strategy, kind, pieces, evenness=evenness, device=torch.device("cpu"))
+        if declared != "mean" and not self._has_warned and strategy.num_sample_ranks * len(pieces) > 1:
+            self._has_warned = True
+            _log.warning(
+                "engine.backward() got a loss that engine.forward() did not compute: it is taken for a mean over the"
+                " samples of this pass. If labels or values are left out of it, or it is a sum, give the loss to"
+                ' parallelize(loss_fn=…), or use td.global_mean() with training.loss_is = "global_mean";'
+                ' training.loss_is = "mean" says that samples weigh alike'
+            )
         return StepWeights(
             strategy, [share * (1.0 if evenness is None else evenness) for _, share in pieces], len(pieces)
         )

@@ -7,7 +7,9 @@ a GPU the host does not wait for them. Counts that come with the loss are added 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +30,18 @@ from torsh_distributed.train.losses.loss_kind import (
 )
 from torsh_distributed.train.losses.watched_loss import ComputedCount
 
+_counts_nothing: ContextVar[bool] = ContextVar("counts_nothing", default=False)
+
+
+@contextmanager
+def counting(*, is_borrowed: bool) -> Iterator[None]:
+    """Around a loss: whether its samples count on another rank."""
+    token = _counts_nothing.set(is_borrowed)
+    try:
+        yield
+    finally:
+        _counts_nothing.reset(token)
+
 
 def global_mean(total: Tensor, count: Tensor | float, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's part of the mean of `total` over `count` on all ranks of `group`; every rank of it calls this.
@@ -38,9 +52,12 @@ def global_mean(total: Tensor, count: Tensor | float, *, group: dist.ProcessGrou
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = td.global_mean(total, (labels != -100).sum())
 
-    In a step of the Engine it is for losses with several means; set `training.loss_is = "global_mean"` with it.
+    In a step of the Engine it is for losses with several means; set `training.loss_is = "global_mean"` with it. A rank
+    that computes with a sample of another, because a batch has too few, counts nothing.
     """
     everyone = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().clone()
+    if _counts_nothing.get():
+        total, everyone = total * 0.0, everyone * 0.0
     num_ranks = 1
     if dist.is_initialized():
         num_ranks = dist.get_world_size(group)
