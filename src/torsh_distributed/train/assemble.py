@@ -124,7 +124,7 @@ def parallelize(
     _suggest(engine)
     if strategy.data_degree * num_passes > 1:
         engine.forward_changes = ForwardChanges(
-            strategy.unwrapped, num_passes=num_passes, asks_others=engine.asks_others
+            strategy.unwrapped, num_passes=num_passes, asks_others=engine.asks_others, loss_fn=loss_fn
         )
     return engine
 

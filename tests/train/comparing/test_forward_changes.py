@@ -13,6 +13,7 @@ from torch.nn import functional
 from tests.bed.world import World
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.comparing.forward_changes import ForwardState
@@ -174,3 +175,47 @@ def test_what_a_forward_changes_is_found() -> None:
     norm(torch.randn(4, WIDTH))
     assert before.changed() == {}
     assert set(before.changed_buffers()) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+
+
+class CentredLoss:
+    """Subtracts a running mean of its own, which starts with the first batch."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean = outputs.detach().mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return functional.mse_loss(outputs - self.mean, targets)
+
+
+class Remembering(nn.Module):
+    """State in a plain tensor and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre, self.seen = torch.zeros(WIDTH), []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * rows.mean(0)
+        self.seen.append(len(rows))
+        return rows
+
+
+def test_what_a_loss_keeps_and_what_is_no_buffer_is_found() -> None:
+    loss = CentredLoss()
+    before = ForwardState(nn.Identity(), loss)
+    loss(torch.randn(3, WIDTH), torch.zeros(3, WIDTH))
+    assert list(before.changed()) == ["the loss's mean"]
+    model = Remembering()
+    before = ForwardState(model)
+    model(torch.randn(2, WIDTH))
+    assert sorted(before.changed()) == ["centre", "seen"]
+
+
+def test_looking_leaves_the_lists_of_a_model() -> None:
+    model = Remembering()
+    with probing(model):
+        model(torch.randn(2, WIDTH))
+    assert model.seen == []
+    assert not model.centre.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 _num_probes = 0
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """What a forward may keep for itself between calls: a count, a temperature, its last output."""
 
@@ -78,6 +80,12 @@ class _StateBefore:
     def __init__(self, module: nn.Module, *, with_params: bool) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._lists = [
+            (value, list(value))
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if isinstance(value, list | deque) and name not in _OF_TORCH
+        ]
         for one in module.modules():
             kept = {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
             self._attributes.append((vars(one), kept))
@@ -90,6 +98,9 @@ class _StateBefore:
     def restore(self) -> None:
         for owned, before in (*self._attributes, *self._buffers):
             owned.update(before)
+        for owned_list, values in self._lists:
+            owned_list.clear()
+            owned_list.extend(values)
         for param, data in self._params:
             if param.data_ptr() != data.data_ptr():
                 param.data = data

@@ -1,4 +1,4 @@
-"""What a model's forward changes in the model: statistics of its own, a codebook, a count of calls.
+"""What a model's forward and its loss change in themselves: statistics of their own, a codebook, a count of calls.
 
 In one process it sees every sample, once a step. Ranks see their own samples, and a step of several passes runs it
 several times, so such state, and losses that depend on it, differ from one process: the first rank says so.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +28,10 @@ _log = logging.getLogger(__name__)
 class ForwardState:
     """What a forward may change, as it is now."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self._model, self._loss_fn = model, loss_fn
         self._numbers = dict(_numbers(model))
+        self._of_loss = dict(_numbers_of_loss(loss_fn))
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(model)}
         self._versions = {name: param._version for name, param in _whole_params(model)}
 
@@ -53,7 +57,10 @@ class ForwardState:
             if self._versions.get(name, param._version) != param._version
         }
         numbers = {name: one for name, one in _numbers(self._model) if self._numbers.get(name, one) != one}
-        return {plain_name(name): value for name, value in (buffers | params | numbers).items()}
+        found = {plain_name(name): value for name, value in (buffers | params | numbers).items()}
+        # One that a loss has made in this call counts: running means start with the first batch.
+        of_loss = {name: one for name, one in _numbers_of_loss(self._loss_fn) if self._of_loss.get(name) != one}
+        return found | of_loss
 
 
 class ForwardChanges:
@@ -62,7 +69,10 @@ class ForwardChanges:
     What only the first one changes is an initialisation, such as a table of positions.
     """
 
-    def __init__(self, model: nn.Module, *, num_passes: int, asks_others: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, num_passes: int, asks_others: bool, loss_fn: Callable[..., Any] | None = None
+    ) -> None:
+        self._loss_fn = loss_fn
         self._model, self._num_passes, self._asks_others = model, num_passes, asks_others
         self._changed: dict[str, float] | None = None
         """By all forwards so far, with the values after the last one."""
@@ -71,7 +81,7 @@ class ForwardChanges:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward."""
-        before = ForwardState(self._model)
+        before = ForwardState(self._model, self._loss_fn)
         yield
         changed, seen = before.changed(), self._changed
         self._changed = changed if seen is None else {name: one for name, one in changed.items() if name in seen}
@@ -125,8 +135,34 @@ def _whole_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
     for prefix, module in _own_modules(model):
         for name, value in vars(module).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                yield f"{prefix}{name}", value
+            if (number := _number(value)) is not None:
+                yield f"{prefix}{name}", number
+
+
+def _numbers_of_loss(loss_fn: Any) -> Iterator[tuple[str, float]]:
+    """What a loss that is an object keeps between calls."""
+    modules: list[tuple[str, Any]]
+    if isinstance(loss_fn, nn.Module):
+        yield from ((f"the loss's {name}", _fingerprint(one)) for name, one in loss_fn.named_buffers())
+        modules = [*loss_fn.named_modules()]
+    elif hasattr(loss_fn, "__dict__") and not isinstance(loss_fn, FunctionType):
+        modules = [("", loss_fn)]
+    else:
+        return
+    for prefix, one in modules:
+        for name, value in vars(one).items():
+            if (number := _number(value)) is not None:
+                yield f"the loss's {prefix}{'.' * bool(prefix)}{name}", number
+
+
+def _number(value: Any) -> float | None:
+    """A number for an attribute that a forward may have changed; None for one that is no state."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(value, list | deque):
+        return float(len(value))
+    is_kept = isinstance(value, Tensor) and type(value) is Tensor and not value.requires_grad and not value.is_meta
+    return _fingerprint(value) if is_kept else None
 
 
 def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
