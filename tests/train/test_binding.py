@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.bed.world import World
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.state.whole_state import (
     model_state,
     optimizer_state,
 )
-from torsh_distributed.train.binding import prepare_optimizer
+from torsh_distributed.plan import Plan
+from torsh_distributed.train.binding import prepare_optimizer, refuse_step_hooks
 
 
 def make() -> nn.Sequential:
@@ -107,3 +108,22 @@ def test_a_parameter_of_another_shape_cannot_be_followed() -> None:
     model[0] = nn.Linear(5, 3)
     with pytest.raises(InvalidArgument, match=r"cannot follow 0\.weight"):
         optimizer_for(model)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"mesh": {"tp": 2}},
+        {"mesh": {"shard": 2}, "fsdp": {"strategy": "shard_optimizer"}},
+        {"offload": {"enabled": True}},
+    ],
+    ids=["tp", "zero 1", "offload"],
+)
+def test_a_step_hook_that_would_see_pieces_is_refused(sections: dict[str, dict[str, object]]) -> None:
+    optimizer = torch.optim.SGD(make().parameters(), lr=0.1)
+    refuse_step_hooks(optimizer, Plan(**sections))  # type: ignore[arg-type]  # sections by name
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="step hook"):
+        refuse_step_hooks(optimizer, Plan(**sections))  # type: ignore[arg-type]  # as above
+    for accepted in (Plan(), Plan(mesh={"shard": 2})):
+        refuse_step_hooks(optimizer, accepted)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.state.whole_state import carried, named_params
+from torsh_distributed.plan import Plan
 
 OptimizerFn = Callable[[Any], Optimizer]
 """Takes the model's parameters, as `torch.optim.AdamW` does; `functools.partial` fills in the rest."""
@@ -45,6 +46,32 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> C
             num_foreign=foreign,
         )
     return lambda spread: _rebind(optimizer, held, spread)
+
+
+def refuse_step_hooks(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse a user's hooks on the steps of an optimizer that gets pieces of parameters, or not all of them.
+
+    A norm, a mean or random numbers in a hook would be those of the pieces, without an error.
+    """
+    tables = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = [hook for table in tables for hook in table.values() if not _is_ours(hook)]
+    splits = [f"mesh.{name}" for name in ("tp", "pp", "ep") if plan.mesh.degrees[name] > 1]
+    if plan.mesh.shard > 1 and plan.fsdp.strategy == "shard_optimizer":
+        splits.append("fsdp.strategy shard_optimizer")
+    if plan.offload.enabled:
+        splits.append("offload")
+    if splits and hooks:
+        raise ConfigurationError(
+            f"the optimizer has a step hook, and under {' and '.join(splits)} it gets only a part of the parameters on"
+            " each rank: a norm or a mean in the hook would not be that of one process",
+            hint="remove the hook and change weights between steps, in `with engine.whole_weights(change=True)`, and"
+            " gradients by param.register_hook(…) or training.gradient_clipping; mesh.dp and mesh.shard take hooks",
+            hooks=[_name(hook) for hook in hooks],
+        )
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torsh_distributed.")
 
 
 def describe_optimizer(optimizer: Optimizer | OptimizerFn) -> dict[str, Any]:

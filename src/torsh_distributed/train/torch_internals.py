@@ -19,6 +19,8 @@ MEMBERS = {
     "torch.amp.GradScaler._unscale_grads_": "extended: shards on the CPU",
     "torch.nn.Module._buffers": "buffers of a copy, put back after a comparison",
     "torch.nn.Module._parameters": "parameters of a copy, put back after a comparison",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "whether a user has put hooks on it",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "the same before its steps",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its operations are counted",
 }
 """By path, with the reason: they cannot be imported, or must not be here."""
