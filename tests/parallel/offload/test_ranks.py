@@ -159,3 +159,45 @@ def test_refusals_come_on_every_rank_before_the_first_step(world: World, tmp_pat
     assert first[-1].startswith("ProcessFailure: rank 1 could not offload the model: the disk under")
     assert second[-1].startswith("IoError: the disk under")
     assert list(tmp_path.iterdir()) == []
+
+
+class Penalised(nn.Module):
+    """Its loss has the gradient of an input: a backward inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            rows = rows.clone().requires_grad_()
+            outputs = self.layers(rows)
+            (slopes,) = torch.autograd.grad(outputs.sum(), rows, create_graph=True)
+        return nn.functional.cross_entropy(outputs, labels) + (slopes.norm(dim=1) - 1).square().mean()
+
+
+def penalised_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 6, generator=generator), torch.arange(8) % 3) for _ in range(5)]
+
+
+def penalised_losses() -> list[float]:
+    model = Penalised()
+    plan = Plan(offload=PAGED, training={"steps": 5, "batch_size": 8})
+    engine = parallelize(model, torch.optim.AdamW(model.parameters(), lr=0.02), plan)
+    return [engine.step(batch) for batch in engine.batches(penalised_batches())]
+
+
+@pytest.mark.ranks
+def test_a_backward_inside_forward_ends_no_step(world: World) -> None:
+    model, expected = Penalised(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for batch in penalised_batches():
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in world.run(penalised_losses):
+        assert losses == pytest.approx(expected, rel=1e-4)

@@ -72,7 +72,8 @@ class PagingHooks:
         self._pager.release(unit)
 
     def _before_backward(self, unit: Unit, grad: Tensor) -> None:
-        self._queue_end()
+        # The end is queued by the first gradient of a parameter: a forward may have a backward of its own, for the
+        # gradient of an input, and gradients are averaged once.
         self._pager.demand(unit)
 
     def _hook_inputs(self, unit: Unit, tree: Any) -> None:
