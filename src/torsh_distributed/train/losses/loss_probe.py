@@ -22,9 +22,11 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.local_tensors import whole_of
 from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.parallel.torch_internals import tree_map_only
 from torsh_distributed.train.batches import Batch, count_samples, has_rows, take_rows
 from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
 from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfLabels, MeanOfSamples, SumOfSamples
@@ -113,8 +115,10 @@ class LossProbe:
             if self.loss.loss_fn is None:
                 mine = self._of_own_loss(batch, kind, has_means=bool(found.names))
             else:
+                # Logits may be split over the ranks of a layer, all of which are here.
+                whole = None if seen is None else tree_map_only(Tensor, whole_of, seen)
                 with self._looking():
-                    mine = {} if seen is None else of_loss_fn(self.loss, *seen, kind, rounding=self._rounding)
+                    mine = {} if whole is None else of_loss_fn(self.loss, *whole, kind, rounding=self._rounding)
         finally:
             self.loss.watches = False
         told: list[Any] = [[*name, is_right] for name, is_right in mine.items()]
