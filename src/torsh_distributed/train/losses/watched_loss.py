@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -56,7 +56,8 @@ class WatchedLoss:
         """
         kept, module = self.loss_fn, self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
         if module is None and not isinstance(kept, FunctionType | MethodType | partial) and hasattr(kept, "__dict__"):
-            self.loss_fn = copy.copy(kept)
+            with suppress(Exception):  # a class of the user's that cannot be copied is looked at itself
+                self.loss_fn = copy.copy(kept)
         self._only_looks = True
         try:
             with nullcontext() if module is None else probing(module):
