@@ -125,7 +125,9 @@ class OwnLoss(nn.Module):
         self.inner = make_model()
 
     def forward(self, tokens: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        return masked_by_hand(self.inner(tokens), targets)
+        wanted, mask = targets
+        each = functional.mse_loss(self.inner(tokens)[..., 0], wanted, reduction="none")
+        return (each * mask).sum() / mask.sum()
 
 
 def plain(name: str) -> list[float]:

@@ -112,7 +112,7 @@ class EngineLoss:
         self._has_fn = loss_fn is not None
         self._kind: LossKind | None = None
         self._last: StepWeights | None = None
-        self._has_warned = process_group.rank() != 0
+        self._has_warned = False
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -207,7 +207,8 @@ class EngineLoss:
             return begin_step(strategy, kind, pieces, evenness=evenness, device=torch.device("cpu"))
         if declared != "mean" and not self._has_warned and strategy.num_sample_ranks * len(pieces) > 1:
             self._has_warned = True
-            _log.warning(
+            tell = _log.warning if process_group.rank() == 0 else _log.debug
+            tell(
                 "engine.backward() got a loss that engine.forward() did not compute: it is taken for a mean over the"
                 " samples of this pass. If labels or values are left out of it, or it is a sum, give the loss to"
                 ' parallelize(loss_fn=…), or use td.global_mean() with training.loss_is = "global_mean";'

@@ -113,7 +113,7 @@ class LossProbe:
         self.loss.watches = True
         try:
             if self.loss.loss_fn is None:
-                mine = self._of_own_loss(batch, kind, has_means=bool(found.names))
+                mine = self._of_own_loss(batch, kind, has_means=not isinstance(found.kind, MeanOfSamples))
             else:
                 # Logits may be split over the ranks of a layer, all of which are here.
                 whole = None if seen is None else tree_map_only(Tensor, whole_of, seen)
