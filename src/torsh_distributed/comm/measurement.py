@@ -296,7 +296,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 def _finish_queued() -> None:
     """Wait for this process's GPU, if it has used one."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         torch.cuda.synchronize()
 
 

@@ -20,7 +20,8 @@ def answer_without_values(func: Any, args: Sequence[Any]) -> Tensor | None:
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         left, right = args[:2]
         groups = _num_groups(left, right, args[2] if len(args) > 2 else None)
-        return left.new_empty(*groups, left.shape[-2], right.shape[-1])
+        shaped: Tensor = left.new_empty(*groups, left.shape[-2], right.shape[-1])
+        return shaped
     return None
 
 

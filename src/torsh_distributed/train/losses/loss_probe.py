@@ -116,9 +116,12 @@ class LossProbe:
                 mine = self._of_own_loss(batch, kind, has_means=not isinstance(found.kind, MeanOfSamples))
             else:
                 # Logits may be split over the ranks of a layer, all of which are here.
-                whole = None if seen is None else tree_map_only(Tensor, whole_of, seen)
                 with self._looking():
-                    mine = {} if whole is None else of_loss_fn(self.loss, *whole, kind, rounding=self._rounding)
+                    if seen is None:
+                        mine = {}
+                    else:
+                        outputs, targets = tree_map_only(Tensor, whole_of, seen)
+                        mine = of_loss_fn(self.loss, outputs, targets, kind, rounding=self._rounding)
         finally:
             self.loss.watches = False
         told: list[Any] = [[*name, is_right] for name, is_right in mine.items()]
