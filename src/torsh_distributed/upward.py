@@ -25,6 +25,9 @@ PREDICTED_PARTS = "torsh_distributed.planner.forecast.run_learning:predicted_par
 MEMORY_WARNING = "torsh_distributed.planner.memory.device_check:memory_warning"
 """`train`: `parallelize` asks the planner beside it whether a model fits, for devices and models where it matters."""
 
+MEMORY_CHANGES = "torsh_distributed.planner.memory.device_check:memory_changes"
+"""`train`: in a recorded job, `parallelize` notes which changes of the plan would need less memory, and by how much."""
+
 RECOMPUTATION = "torsh_distributed.planner.search.recompute_budget:decide_for_training"
 """`train`: `parallelize` asks the planner beside it which layers a memory budget lets it keep."""
 

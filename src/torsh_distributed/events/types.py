@@ -188,6 +188,8 @@ class HardwareEvent(Event):
     corrected_errors: int | None = None
     """Errors that its memory corrected, since it was started."""
     uncorrected_errors: int | None = None
+    utilization: float | None = None
+    """Share of time in which a GPU ran a kernel, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -462,9 +464,18 @@ class SuggestionEvent(Event):
     plan_change: str = ""
     """The change as text of a plan; empty if it is none of a plan."""
     gain: float | None = None
-    """The share of a step that it saves at least."""
+    """The share of `part` that it saves: at least, or at most if `is_bound`."""
     gain_s: float | None = None
     """Seconds that it saves in a step, whatever that takes."""
+    gain_bytes: int | None = None
+    """Memory of a rank that it saves at the peak; such a change is worth its time where memory is short."""
+    part: str = "step"
+    """What `gain` is a share of, as measured: step, busy (the step without waiting for ranks, data and stages), forward
+    or bubble."""
+    is_bound: bool = False
+    """Whether the gain is the most there can be."""
+    takes_memory: bool = False
+    """Whether it is worth trying only where memory is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,14 @@ from torsh_distributed.train.parameters.gradient_hooks import GradientHooks
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.deferred_logits import DeferredHead, DeferredLogits, defer_logits, should_defer
 from torsh_distributed.train.speed.float8 import use_float8
-from torsh_distributed.train.speed.suggestions import missing_speedups, suggestion_line
+from torsh_distributed.train.speed.suggestions import (
+    bf16_suggestion,
+    missing_speedups,
+    plan_suggestions,
+    suggest_fused_loss,
+    suggest_less_memory,
+    suggestion_line,
+)
 
 if TYPE_CHECKING:
     from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
@@ -94,6 +101,7 @@ def parallelize(
     chosen = _with_recomputation(model, chosen, settings["optimizer"]["class"], example)
     _warn_of_memory(model, chosen, settings["optimizer"]["class"])
     emit_prediction(model, chosen, optimizer=settings["optimizer"]["class"], example=example)
+    suggest_less_memory(model, chosen, optimizer=settings["optimizer"]["class"], example=example)
     num_passes = chosen.training.gradient_accumulation
     hooks = GradientHooks(model) if process_group.world_size() * num_passes > 1 else None
     stored = _stored_weights(model, weights, param_init_fn)
@@ -196,13 +204,18 @@ def _let_optimize(engine: Engine) -> None:
 
 
 def _suggest(engine: Engine) -> None:
-    """One line on rank 0 about what is known to pay on this GPU, and events of it for `torsh why`."""
-    if process_group.rank() == 0 and engine.device.type == "cuda":
-        found = list(missing_speedups(engine.plan, engine.unwrapped, engine.optimizer))
-        for one in found:
-            events.emit(one)
-        if found:
-            _log.warning(suggestion_line(found))
+    """One line on rank 0 about what is known to pay on this GPU, and events of that and more for `torsh why`."""
+    if process_group.rank() != 0:
+        return
+    found = list(missing_speedups(engine.plan, engine.unwrapped, engine.optimizer))
+    if found:
+        _log.warning(suggestion_line(found))
+    if not events.wanted(events.SuggestionEvent):
+        return
+    product = bf16_suggestion(engine.plan, engine.device)
+    for one in (*found, *plan_suggestions(engine.plan), *([product] if product is not None else [])):
+        events.emit(one)
+    suggest_fused_loss(engine.plan, engine.unwrapped, engine.device)
 
 
 def _with_recomputation(model: nn.Module, plan: Plan, optimizer: str, example: Any) -> Plan:

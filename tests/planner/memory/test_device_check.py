@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.planner.live_memory import char_gpt
 from torsh_distributed import parallelize
 from torsh_distributed.errors import TorshError
 from torsh_distributed.plan import Plan
-from torsh_distributed.planner.memory.device_check import memory_warning
+from torsh_distributed.planner.memory.device_check import memory_changes, memory_warning
 
 CPU = torch.device("cpu")
 
@@ -76,3 +77,19 @@ def beyond_this_machine() -> list[str]:
 def test_parallelize_warns_before_it_takes_memory(world: World) -> None:
     (said,) = world.run(beyond_this_machine, num_ranks=1)
     assert [one for one in said if "the estimated peak of a rank is 4" in one], said
+
+
+def test_changes_that_lower_the_peak_say_by_how_much_and_are_plans() -> None:
+    model = char_gpt()
+    plan = Plan(dp=2, training={"batch_size": 64}).resolve(2)
+    found = memory_changes(model, plan, optimizer="AdamW", world_size=2, example=None)
+    titles = [title.partition(" ")[0] for title, _, _ in found]
+    assert {"training.gradient_accumulation", "mesh.shard"} <= set(titles)
+    assert len(titles) == len(set(titles)), "of one key the smallest change"
+    for _, change, num_bytes in found:
+        assert num_bytes > 0
+        Plan.from_dict(tomllib.loads(change))
+
+
+def test_a_model_that_cannot_be_traced_has_no_changes() -> None:
+    assert memory_changes(nn.Identity(), Plan().resolve(1), optimizer="AdamW", world_size=1, example=None) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from tests.bed.world import World
 from torsh_distributed import events
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
-from torsh_distributed.train.speed.suggestions import missing_speedups, suggestion_line
+from torsh_distributed.train.speed.suggestions import (
+    bf16_suggestion,
+    missing_speedups,
+    plan_suggestions,
+    suggestion_line,
+)
 
 SUGGESTED = [
     events.SuggestionEvent(title="compile", plan_change="[compile]\nenabled = true", gain=0.25, evidence="seen"),
@@ -30,6 +36,36 @@ def test_all_of_them_are_one_line() -> None:
 def test_on_the_cpu_nothing_is_suggested() -> None:
     model = nn.Linear(2, 2)
     assert list(missing_speedups(Plan(), model, torch.optim.AdamW(model.parameters()))) == []
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "change"),
+    [
+        (16, "[pipeline]\nnum_microbatches = 8"),
+        (4, '[pipeline]\nschedule = "interleaved_one_f_one_b"\nstages_per_rank = 2'),
+    ],
+)
+def test_a_pipeline_is_told_how_its_bubble_halves(batch_size: int, change: str) -> None:
+    plan = Plan.from_dict({"mesh": {"pp": 2, "dp": 1}, "training": {"batch_size": batch_size}})
+    (found,) = plan_suggestions(plan)
+    assert (found.part, found.gain, found.plan_change) == ("bubble", 0.5, change)
+    assert Plan.from_dict({**tomllib.loads(change), "mesh": {"pp": 2, "dp": 1}})
+
+
+def test_a_plan_that_recomputes_is_told_what_it_repeats() -> None:
+    (found,) = plan_suggestions(Plan.from_dict({"activation": {"strategy": "uniform"}}))
+    assert (found.part, found.gain, found.takes_memory) == ("forward", 1.0, True)
+    assert list(plan_suggestions(Plan())) == []
+
+
+@pytest.mark.needs_cuda
+def test_bf16_is_measured_on_this_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = bf16_suggestion(Plan(), device)
+    assert found is not None
+    assert found.gain is not None
+    assert 0.3 < found.gain < 1
+    assert bf16_suggestion(Plan.from_dict({"precision": {"dtype": "bf16"}}), device) is None
 
 
 def suggested(plan: dict[str, Any], is_fused: bool) -> tuple[list[str], list[str]]:
@@ -58,5 +94,6 @@ def suggested_by_plan() -> list[tuple[list[str], list[str]]]:
 def test_what_a_plan_has_is_not_suggested(world: World) -> None:
     [found] = world.run(suggested_by_plan, num_ranks=1, backend="nccl")
     fused = "build the optimizer fused: AdamW(…, fused=True)"
-    assert [titles for titles, _ in found] == [["compile the layers", fused], [fused], [], ["compile the layers"]]
+    told = [[title for title in titles if title != "compute in bf16"] for titles, _ in found]
+    assert told == [["compile the layers", fused], [fused], [], ["compile the layers"]]
     assert [len(lines) for _, lines in found] == [1, 1, 0, 1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torsh_distributed.observe.bottlenecks.bottleneck import RunAnalysis
+from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, RunAnalysis
 from torsh_distributed.observe.bottlenecks.recommendation import Recommendation
+
+if TYPE_CHECKING:
+    from torsh_distributed.observe.bottlenecks.measured_gains import MeasuredGain
 
 _LABELS = {
     "compute": "computing",
@@ -44,25 +47,42 @@ def bottleneck_lines(found: RunAnalysis) -> list[str]:
     """What holds the run up."""
     if not found.bottlenecks:
         return ["nothing stands out: no part takes a tenth of the step by itself"]
-    return [
-        f"{one.kind.value}: {one.share:.0%} of the step ({one.severity}, confidence {one.confidence:.2f}); "
-        f"{one.evidence}"
-        for one in found.bottlenecks
-    ]
+    return [f"{one.kind.value}: {_weight(one)}{one.evidence}" for one in found.bottlenecks]
 
 
-def recommendation_lines(advice: Iterable[Recommendation], step_s: float) -> list[str]:
-    """What to do, numbered as `torsh tune --apply` takes it."""
+def _weight(one: Bottleneck) -> str:
+    if not one.seconds:
+        return ""  # what is short of memory takes no time of its own
+    return f"{one.share:.0%} of the step ({one.severity}, confidence {one.confidence:.2f}); "
+
+
+def _gain(one: Recommendation, step_s: float) -> str:
+    most = "up to " if one.is_bound else ""
+    gains = []
+    if one.gain_s:
+        gains.append(f"{most}{one.gain_s * 1e3:.2f} ms a step, {most}{one.gain_s / step_s:.0%}")
+    if one.gain_bytes is not None:
+        gains.append(f"{one.gain_bytes / 2**30:.2f} GiB less of a rank's peak")
+    return "; ".join(gains) or _UNKNOWN
+
+
+def recommendation_lines(
+    advice: Iterable[Recommendation], step_s: float, measured: Sequence[MeasuredGain] = ()
+) -> list[str]:
+    """What to do, numbered as `torsh tune --apply` takes it, with what `torsh tune` has measured of it."""
     lines = []
+    tried = {tuple(sorted(one.variables.items())): one for one in measured}
     for number, one in enumerate(advice, 1):
-        most = "up to " if one.is_bound else ""
-        gain = f"{most}{one.gain_s * 1e3:.2f} ms a step, {most}{one.gain_s / step_s:.0%}" if one.gain_s else _UNKNOWN
-        lines.append(f"{number}. {one.title}: {gain} (confidence {one.confidence:.2f})")
+        lines.append(f"{number}. {one.title}: {_gain(one, step_s)} (confidence {one.confidence:.2f})")
         lines.append(f"   {one.reckoning}")
+        gain = tried.pop(tuple(sorted(one.overrides.items())), None)
+        if gain is not None:
+            lines.append(f"   measured by `torsh tune`: {gain.in_words}")
         if one.caution:
             lines.append(f"   {one.caution}")
         lines += [f"   {line}" for line in one.plan_change.splitlines()]
-    return lines or ["no change is worth a recommendation"]
+    lines = lines or ["no change is worth a recommendation"]
+    return lines + [f"tried before: {one.title}: {one.in_words}" for one in tried.values()]
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Make timelines of recorded runs, and sum them up.")

@@ -7,9 +7,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,10 @@ from torsh_distributed.cli.trace.trace_commands import RunFolder
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
 from torsh_distributed.observe.bottlenecks.median_difference import median_difference, median_of
 from torsh_distributed.unreadable_data import unreadable_as
+
+if TYPE_CHECKING:
+    from torsh_distributed.observe.bottlenecks.measured_gains import MeasuredGain
+    from torsh_distributed.observe.bottlenecks.recommendation import Recommendation
 
 RUN_FILE = "run.json"
 _NEAR = 0.25
@@ -100,6 +105,7 @@ def _try_plans(run: Path, model: str, *, count: int, rounds: int) -> None:
 def _try_advice(run: Path, apply: int, rounds: int) -> None:
     """A recommended change, in turns with the run as it was."""
     from torsh_distributed.observe.bottlenecks.bottleneck import analyse
+    from torsh_distributed.observe.bottlenecks.measured_gains import keep_gain, measured_gains
     from torsh_distributed.observe.bottlenecks.recommendation import recommend
 
     advice = recommend(analyse(run))
@@ -111,6 +117,7 @@ def _try_advice(run: Path, apply: int, rounds: int) -> None:
             hint=f"`torsh why {run}` has {len(advice)}: --apply 1{f' to {len(advice)}' if len(advice) > 1 else ''}",
         )
     chosen = advice[apply - 1]
+    measured_gains(run)  # a file that cannot be added to is reported before the runs, not after
     if not chosen.overrides:
         raise InvalidArgument(
             f"recommendation {apply} is nothing that a variable can change: {chosen.title}",
@@ -130,6 +137,7 @@ def _try_advice(run: Path, apply: int, rounds: int) -> None:
         typer.echo(line)
     for line in chosen.plan_change.splitlines():
         typer.echo(f"  {line}")
+    keep_gain(run, _measured(chosen, before, after))
 
 
 def _recorded(run: Path) -> dict[str, Any]:
@@ -180,19 +188,43 @@ def _run_once(recorded: dict[str, Any], folder: Path, overrides: dict[str, str])
     return TunedRun([one.step_s for one in found], statistics.fmean(samples) if samples else None)
 
 
-def _verdict(
-    before: list[TunedRun], after: list[TunedRun], predicted_s: float | None, *, is_bound: bool = False
-) -> list[str]:
-    """Whether it was true: the difference of medians with its interval, beside the prediction.
+def _difference(before: list[TunedRun], after: list[TunedRun]) -> tuple[float, list[list[float]], list[list[float]]]:
+    """Seconds of each run's steps, and by what those with the change are multiplied.
 
     Steps with more samples count as so much shorter: what is compared is the time for the samples of a step as it was.
     """
     old, new = before[0].num_samples, after[0].num_samples
     scale = old / new if old and new else 1.0
-    steps_before, steps_after = [one.steps_s for one in before], [_times(scale, one.steps_s) for one in after]
+    return scale, [one.steps_s for one in before], [[scale * step_s for step_s in one.steps_s] for one in after]
+
+
+def _measured(chosen: Recommendation, before: list[TunedRun], after: list[TunedRun]) -> MeasuredGain:
+    from torsh_distributed.observe.bottlenecks.measured_gains import MeasuredGain
+
+    _, steps_before, steps_after = _difference(before, after)
+    gain_s, low_s, high_s = median_difference(steps_before, steps_after)
+    return MeasuredGain(
+        title=chosen.title,
+        variables=chosen.overrides,
+        plan_change=chosen.plan_change,
+        time=time.time(),
+        rounds=len(before),
+        was_s=median_of(steps_before),
+        gain_s=gain_s,
+        low_s=low_s,
+        high_s=high_s,
+        predicted_s=chosen.gain_s,
+    )
+
+
+def _verdict(
+    before: list[TunedRun], after: list[TunedRun], predicted_s: float | None, *, is_bound: bool = False
+) -> list[str]:
+    """Whether it was true: the difference of medians with its interval, beside the prediction."""
+    scale, steps_before, steps_after = _difference(before, after)
     gain_s, low_s, high_s = median_difference(steps_before, steps_after)
     was_s, is_s = median_of(steps_before), median_of(steps_after)
-    per = "a step" if scale == 1.0 else f"for {old:.0f} samples"
+    per = "a step" if scale == 1.0 else f"for {before[0].num_samples:.0f} samples"
     told = f"{was_s * 1e3:.2f} ms → {is_s * 1e3:.2f} ms {per}: {gain_s * 1e3:+.2f} ms gained"
     told += f" (95 %: {low_s * 1e3:+.2f} to {high_s * 1e3:+.2f})"
     if predicted_s is not None:
@@ -213,7 +245,3 @@ def _verdict(
             "a script that takes its plan from td.Plan.from_env(os.environ)"
         )
     return [told, verdict]
-
-
-def _times(scale: float, values: list[float]) -> list[float]:
-    return [scale * one for one in values]

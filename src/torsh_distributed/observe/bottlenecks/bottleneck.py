@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from torsh_distributed.errors import IoError
+from torsh_distributed.observe.bottlenecks.device_use import DeviceUse, recorded_use
+from torsh_distributed.observe.bottlenecks.recorded_suggestions import Suggestion, recorded_suggestions
 from torsh_distributed.observe.bottlenecks.step_times import (
     Arrivals,
     RecordedStep,
@@ -24,7 +26,6 @@ _WORTH_TELLING = 0.1
 _HIGH = 0.3
 _CRITICAL = 0.5
 _ENOUGH_STEPS = 10
-_TIGHT_MEMORY = 0.9
 
 
 class BottleneckType(StrEnum):
@@ -37,6 +38,7 @@ class BottleneckType(StrEnum):
     IO = "input"
     MEMORY = "memory"
     BUBBLE = "pipeline bubble"
+    IDLE_GPU = "idle GPU"
     OTHER = "outside the step's phases"
 
 
@@ -62,17 +64,6 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """A setting with a known gain that the run did without."""
-
-    title: str
-    evidence: str
-    plan_change: str
-    gain_s: float
-    """Seconds of the mean step."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunAnalysis:
     """What the events of a run say about its steps."""
 
@@ -91,9 +82,10 @@ class RunAnalysis:
     """Of all ranks; None where nobody told."""
     passes_per_step: float = 0.0
     """Forward passes of a rank; 0 where they are not seen."""
+    use: DeviceUse = field(default_factory=DeviceUse)
     bottlenecks: tuple[Bottleneck, ...] = field(default=())
     suggestions: tuple[Suggestion, ...] = field(default=())
-    """What the ranks missed when they began: settings that were known to pay on their GPU."""
+    """What the ranks do without, of what is known to pay."""
 
 
 def analyse(folder: Path) -> RunAnalysis:
@@ -111,7 +103,7 @@ def analyse(folder: Path) -> RunAnalysis:
     found = arrivals(slices_of(run, clocks), times[first][0].start_s, [one.end_s for one in times[first]])
     every = [one for steps in times.values() for one in steps]
     step_s = statistics.fmean(one.step_s for one in every)
-    parts = mean_parts(every)
+    parts, use = mean_parts(every), recorded_use(run)
     num_steps = len(times[first])
     samples = [one.num_samples for one in every if one.num_samples is not None]
     analysis = RunAnalysis(
@@ -125,20 +117,10 @@ def analyse(folder: Path) -> RunAnalysis:
         operations_per_step=statistics.fmean(one.num_operations for one in every),
         samples_per_step=statistics.fmean(samples) if samples else None,
         passes_per_step=statistics.fmean(one.num_passes for one in every),
-        suggestions=tuple(_suggestions(run, step_s)),
+        use=use,
+        suggestions=tuple(recorded_suggestions(run, parts, num_steps, use)),
     )
-    return with_bottlenecks(analysis, every, _of_memory(run))
-
-
-def _suggestions(run: RecordedRun, step_s: float) -> Iterator[Suggestion]:
-    """Each once, though every engine of a run repeats it."""
-    by_title = {record["title"]: record for _, record in run.of("suggestion")}
-    for title, record in by_title.items():
-        share, gain_s = record.get("gain"), record.get("gain_s")
-        saved_s = gain_s if gain_s is not None else (share or 0.0) * step_s
-        yield Suggestion(
-            title=title, evidence=record["evidence"], plan_change=record["plan_change"], gain_s=min(saved_s, step_s)
-        )
+    return with_bottlenecks(analysis, every, _of_memory(run, use))
 
 
 def with_split_waits(parts: Mapping[str, float], late: Arrivals, num_steps: int) -> dict[str, float]:
@@ -211,6 +193,26 @@ def _bottlenecks(found: RunAnalysis, every: Sequence[RecordedStep]) -> Iterator[
             confidence=confidence("other"),
             evidence=f"{found.parts['other'] * 1e3:.1f} ms a step between the phases: logging, evaluation, saving",
         )
+    yield from _of_idleness(found)
+
+
+def _of_idleness(found: RunAnalysis) -> Iterator[Bottleneck]:
+    """Time in which GPUs have nothing to do though nothing is waited for: the host does not give them work in time."""
+    busy, readings = found.use.gpu_busy_share, list(found.use.gpu_ratios)
+    if busy is None:
+        return
+    waits_s = sum(found.parts[part] for part in ("transfer", "sync", "data", "bubble"))
+    idle_s = (1 - busy) * found.step_s - waits_s
+    if idle_s < 2 * _WORTH_TELLING * found.step_s:
+        return
+    yield Bottleneck(
+        kind=BottleneckType.IDLE_GPU,
+        share=idle_s / found.step_s,
+        seconds=idle_s,
+        confidence=round((1 - relative_error([1 - one for one in readings])) * min(1.0, len(readings) / 10), 2),
+        evidence=f"GPUs run kernels {busy:.0%} of the time ({len(readings)} readings); waiting for others or for data "
+        f"does not explain {idle_s * 1e3:.1f} ms of a step without",
+    )
 
 
 def _of_waits(found: RunAnalysis, confidence: float) -> Iterator[Bottleneck]:
@@ -254,15 +256,14 @@ def _why_late(found: RunAnalysis, rank: int) -> str:
     return f"its {part} takes {extra[part] * 1e3:.1f} ms longer than the others'"
 
 
-def _of_memory(run: RecordedRun) -> Iterator[Bottleneck]:
+def _of_memory(run: RecordedRun, use: DeviceUse) -> Iterator[Bottleneck]:
+    told = [use.fullest.evidence] if use.fullest is not None and use.is_short_of_memory else []
     pressed = [record for _, record in run.of("pressure")]
     if pressed:
         worst = max(pressed, key=lambda record: record["before_bytes"] / max(1, record["budget_bytes"]))
-        yield Bottleneck(
-            kind=BottleneckType.MEMORY,
-            share=0.0,
-            seconds=0.0,
-            confidence=1.0,
-            evidence=f"{len(pressed)} times {worst['memory']} ran short of its budget "
-            f"({worst['before_bytes'] / 2**20:.0f} of {worst['budget_bytes'] / 2**20:.0f} MiB)",
+        told.append(
+            f"{len(pressed)} times {worst['memory']} ran short of its budget "
+            f"({worst['before_bytes'] / 2**20:.0f} of {worst['budget_bytes'] / 2**20:.0f} MiB)"
         )
+    if told:
+        yield Bottleneck(kind=BottleneckType.MEMORY, share=0.0, seconds=0.0, confidence=1.0, evidence="; ".join(told))

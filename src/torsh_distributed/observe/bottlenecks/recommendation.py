@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, BottleneckType, RunAnalysis, Suggestion
+from torsh_distributed.observe.bottlenecks.bottleneck import Bottleneck, BottleneckType, RunAnalysis
+from torsh_distributed.observe.bottlenecks.recorded_suggestions import Suggestion
 from torsh_distributed.observe.loops.after_import import LOADER_WORKERS_VARIABLE
 
 _SMALL_BYTES = 1 << 20
@@ -14,6 +16,8 @@ _MANY_OPERATIONS = 8
 _FEW_OPERATIONS = 2
 _SLOW_GBPS = 2.0
 _MOST_LOADERS = 8
+_FORBID_LARGER_PASSES = {BottleneckType.MEMORY, BottleneckType.IDLE_GPU}
+"""Without the memory for them, or with their gain reckoned already."""
 _INT8_RATIO = 4 / (1 + 4 / 256)
 """fp32 gradients against int8 with a scale for every 256."""
 
@@ -28,6 +32,8 @@ class Recommendation:
     `torsh tune` measures it."""
     reckoning: str
     """How the gain follows from what was measured."""
+    gain_bytes: int | None = None
+    """What it saves of a rank's memory at the peak, for a change that is about memory."""
     is_bound: bool = False
     """Whether the gain is the most there can be: a cost of the change was not measured."""
     plan_change: str = ""
@@ -54,20 +60,31 @@ def _all(found: RunAnalysis) -> Iterator[Recommendation]:
                 yield _of_late_rank(found, bottleneck)
             case BottleneckType.IO:
                 yield _of_loading(found, bottleneck.confidence)
-            case BottleneckType.COMPUTE if found.passes_per_step >= 2 and BottleneckType.MEMORY not in kinds:
+            case BottleneckType.IDLE_GPU if BottleneckType.MEMORY not in kinds:
+                yield _of_idle_gpus(found, bottleneck)
+            case BottleneckType.COMPUTE if found.passes_per_step >= 2 and not kinds & _FORBID_LARGER_PASSES:
                 yield _of_passes(found, bottleneck.confidence)
 
 
 def _of_suggestion(one: Suggestion) -> Recommendation:
-    section, _, setting = one.plan_change.partition("]\n")
-    key, _, value = setting.partition(" = ")
     return Recommendation(
         title=one.title,
         gain_s=one.gain_s,
         reckoning=one.evidence,
+        gain_bytes=one.gain_bytes,
+        is_bound=one.is_bound,
         plan_change=one.plan_change,
-        overrides={f"TORSH_PLAN__{section[1:].upper()}__{key.upper()}": value} if one.plan_change else {},
+        overrides=plan_variables(one.plan_change),
     )
+
+
+def plan_variables(plan_change: str) -> dict[str, str]:
+    """The variables that say the same as sections of a plan."""
+    return {
+        f"TORSH_PLAN__{section.upper()}__{key.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
+        for section, keys in tomllib.loads(plan_change).items()
+        for key, value in keys.items()
+    }
 
 
 def _of_late_rank(found: RunAnalysis, bottleneck: Bottleneck) -> Recommendation:
@@ -101,6 +118,23 @@ def _of_loading(found: RunAnalysis, confidence: float) -> Recommendation:
         overrides={LOADER_WORKERS_VARIABLE: str(num_workers)},
         confidence=confidence,
         caution="if loading computes, these processes need cores of their own; if they exist already, double them",
+    )
+
+
+def _of_idle_gpus(found: RunAnalysis, bottleneck: Bottleneck) -> Recommendation:
+    """More work for each launch: the GPU then has some while the host prepares the next."""
+    now = round(found.passes_per_step)
+    fewer = now // 2
+    change = f"[training]\ngradient_accumulation = {fewer}" if fewer else ""
+    return Recommendation(
+        title=f"do a batch in {fewer} pass{'es' if fewer > 1 else ''}, not in {now}" if fewer else "larger batches",
+        gain_s=bottleneck.seconds,
+        reckoning=f"{bottleneck.seconds * 1e3:.1f} ms of a step without a kernel: larger ones may fill them",
+        is_bound=True,
+        plan_change=change,
+        overrides=plan_variables(change),
+        confidence=bottleneck.confidence,
+        caution="a larger pass needs more memory; [compile] with cuda_graphs, and fewer .item() calls, help as well",
     )
 
 

@@ -31,7 +31,7 @@ _FACTS = {
     Tensor.__len__,
 }
 """What is known without values."""
-_LARGE = 16_384
+LARGE_HEAD = 16_384
 """Classes from which on `auto` defers: below, whole logits are no more than a layer's activations."""
 
 
@@ -232,7 +232,7 @@ def should_defer(model: nn.Module, plan: Plan, device: torch.device) -> bool:
     # A head that is gathered by itself is gone when the loss is computed.
     pieces = pieces_of(model, plan.fsdp) if plan.mesh.shard > 1 else {}
     is_apart = any(name == piece or name.startswith(f"{piece}.") for piece in pieces)
-    return type(head) is nn.Linear and "forward" not in vars(head) and head.out_features >= _LARGE and not is_apart
+    return type(head) is nn.Linear and "forward" not in vars(head) and head.out_features >= LARGE_HEAD and not is_apart
 
 
 def defer_logits(model: nn.Module, *, stops_if_asked: bool = False) -> DeferredHead:

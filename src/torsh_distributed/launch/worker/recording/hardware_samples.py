@@ -74,6 +74,7 @@ class HardwareSamples(StepSamples):
             limit_celsius=reading.limit_celsius,
             corrected_errors=reading.corrected_errors,
             uncorrected_errors=reading.uncorrected_errors,
+            utilization=reading.utilization,
         )
 
 
