@@ -1,6 +1,8 @@
 /* A stand-in for NVIDIA's driver library: GPUs whose numbers are files in the directory NVML_STAND_IN.
    energy-N and limit-N in mJ and mW, busy-N with a number of processes, or processes-N with a line `pid use` for each;
-   celsius-N and use-N, where it tells them; a file `locked` refuses changes of limits. */
+   celsius-N and use-N, where it tells them; a file `locked` refuses changes of limits.
+   xid-N is an XID that is reported once, ecc-N a count of uncorrected errors, lost-N a GPU that is gone; watched-N is
+   written when somebody asks for its events. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,12 +24,37 @@ static long long number(const char *name, int index, long long otherwise) {
 int nvmlInitWithFlags(unsigned flags) { return getenv("NVML_STAND_IN") ? 0 : 9; }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return 0; }
+typedef struct { device *of; int is_told; } events;
+typedef struct { device *of; unsigned long long kind, data; unsigned gpu, compute; } event;
+static events sets[8];
+static int num_sets;
+int nvmlEventSetCreate(events **set) { *set = &sets[num_sets++]; return 0; }
+int nvmlDeviceGetSupportedEventTypes(device *one, unsigned long long *kinds) { *kinds = 8; return 0; }
+int nvmlDeviceRegisterEvents(device *one, unsigned long long kinds, events *set) {
+    char path[512];
+    set->of = one;
+    FILE *file = fopen(place(path, "watched", one->index), "w");
+    if (file) fclose(file);
+    return 0;
+}
+int nvmlEventSetWait_v2(events *set, event *found, unsigned timeout_ms) {
+    long long xid = number("xid", set->of->index, 0);
+    if (!xid || set->is_told) return 10;
+    set->is_told = 1;
+    memset(found, 0, sizeof *found);
+    found->of = set->of; found->kind = 8; found->data = (unsigned long long)xid;
+    return 0;
+}
+int nvmlDeviceGetTotalEccErrors(device *one, unsigned kind, unsigned counter, unsigned long long *count) {
+    *count = (unsigned long long)number("ecc", one->index, 0); return 0;
+}
 const char *nvmlErrorString(int code) { return code == 4 ? "Insufficient Permissions" : "stand-in"; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = (unsigned)number("count", -1, 1); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, device **handle) {
     devices[index].index = (int)index; *handle = &devices[index]; return 0;
 }
 int nvmlDeviceGetUUID(device *one, char *text, unsigned length) {
+    if (number("lost", one->index, 0)) return 15;
     snprintf(text, length, "GPU-stand-in-%d", one->index); return 0;
 }
 int nvmlDeviceGetTotalEnergyConsumption(device *one, unsigned long long *mj) {

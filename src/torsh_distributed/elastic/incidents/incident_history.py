@@ -46,7 +46,7 @@ def incidents_of(reports: Iterable[IncidentEvent]) -> list[Incident]:
             names=(name,),
             failure=first.failure,
             action=first.action,
-            ranks=(first.rank,),
+            ranks=(first.rank,) if first.rank >= 0 else (),  # a launcher has none
             step=first.step,
             opened_at=first.time,
             status=last.status,

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,8 @@ class AttemptContext:
     """Directory in shared memory that the workers of the next attempt find again, if there may be one."""
     spare: Spare | None = None
     """What new workers are started from, if there is one."""
+    fault_of: Callable[[int], str | None] = lambda _: None
+    """What the GPU of a worker, by its local rank, has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,8 @@ class LocalAttempt:
         self._workers = Workers(
             context.loop, context.guardian, mark=context.mark, spare=context.spare, on_exit=self._on_exit
         )
+        self._rank_on: dict[int, int] = {}
+        """The newest worker of each local rank."""
         self._given_up: dict[int, str] = {}
         """Ranks that the launcher killed because they no longer worked, with the reason."""
         self._raised: dict[int, RaisedError] = {}
@@ -153,19 +157,24 @@ class LocalAttempt:
         gone = self._failed | self._forgiven
         return {worker.place.local_rank for worker in self._workers.running if worker.place.rank not in gone}
 
+    def rank_on(self, local_rank: int) -> int:
+        """The rank of the newest worker with that local rank; -1 if there was none."""
+        return self._rank_on.get(local_rank, -1)
+
     @property
     def has_saved(self) -> bool:
         """Whether every worker ended with the code that says: told by a signal to end, and has saved its state."""
         ended = [worker.exit.status.code for worker in self._workers.all if worker.exit is not None]
         return bool(ended) and set(ended) == {SAVED_EXIT_CODE}
 
-    def start(self) -> None:
+    def start(self, variables: Mapping[str, str]) -> None:
         """Start every worker of this node. Raises if one cannot start; `close` ends the others."""
         for place in self._context.spec.places():
-            self.start_worker(place)
+            self.start_worker(place, variables)
 
-    def start_worker(self, place: WorkerPlace, *, joins: bool = False) -> None:
-        """Start one worker; one that `joins` will ask to enter the running world."""
+    def start_worker(self, place: WorkerPlace, variables: Mapping[str, str], *, joins: bool = False) -> None:
+        """Start one worker; `variables` win over all others. One that `joins` will ask to enter the running world."""
+        self._rank_on[place.local_rank] = place.rank
         context, spec = self._context, self._context.spec
         progress_file = context.directory / f"attempt-{self.number}-rank-{place.rank}"
         env = worker_environment(
@@ -180,6 +189,7 @@ class LocalAttempt:
         )
         if context.kept_memory is not None:
             env[KEPT_MEMORY_VARIABLE] = str(context.kept_memory)
+        env.update(variables)
         line = WorkerLine(context.loop, partial(self._hear, place.rank))
         pipes = self._workers.start(place, command_line(spec.entry), env, line, progress_file=progress_file)
         is_shown = spec.shown_ranks is None or place.local_rank in spec.shown_ranks
@@ -379,6 +389,9 @@ class LocalAttempt:
             cause = raised.summary if raised is not None else f"exit code {exit_code}"
         if rank in self._given_up:
             cause, exit_code, raised = self._given_up[rank], 128 + signal.SIGKILL, None
+        proof = _describe_evidence(evidence, status) if status is not None else None
+        if exit_code and proof is None:
+            proof = self._context.fault_of(worker.place.local_rank)
         return EndReport(
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
@@ -386,7 +399,7 @@ class LocalAttempt:
             pid=worker.pid,
             exit_code=exit_code,
             cause=cause,
-            evidence=_describe_evidence(evidence, status) if status is not None else None,
+            evidence=proof,
             memory_bytes=peak_memory(worker.pidfd) if is_starved else None,
             raised=raised,
             is_consequence=raised.is_consequence if raised is not None else is_transport_abort(status, tail),

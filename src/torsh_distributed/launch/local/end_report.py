@@ -44,5 +44,7 @@ class EndReport:
     consequences: tuple[Text, ...] = ()
     """What the other ranks did meanwhile."""
     log: Text | None = None
+    lacks_gpu: bool = False
+    """Whether it was not started, because no sound GPU is left for it on that node."""
     finished_before: tuple[tuple[int, float], ...] = ()
     """(rank, seconds before the failure) of workers on that node that had succeeded while others went on."""

@@ -57,6 +57,8 @@ class ElasticWorld:
         self._told_to_leave: set[int] = set()
         self._joining: tuple[int, ...] = ()
         self._last_failure: EndReport | None = None
+        self._without_gpu: set[int] = set()
+        """Nodes that have no sound GPU left for another worker."""
         self._wait_timer: Timer | None = None
 
     @property
@@ -84,6 +86,7 @@ class ElasticWorld:
         were_members = {member for member in lost if member in running}
         leaving = self._membership.leaving
         self._last_failure = failures[-1]
+        self._without_gpu |= {failure.node_rank for failure in failures if failure.lacks_gpu}
         closed = self._close_slots(failures)
         decisions = self._membership.lost(lost)
         obstacle = next((one.reason for one in decisions if isinstance(one, CannotContinue)), None)
@@ -225,10 +228,13 @@ class ElasticWorld:
         )
 
     def _start(self, member: int) -> None:
-        """Start a worker on the node with the fewest; where slots count, on the one with the most free."""
+        """Start a worker on the node with the fewest; where slots count, on the one with the most free.
+
+        Not on one without a GPU for it, unless there is no other: that one then says why it cannot.
+        """
         num_on = Counter(self._node_of[one] for one in self._on_slots())
         usable = self._usable()
-        node = min(self._nodes(), key=lambda one: num_on[one] - usable.get(one, 0))
+        node = min(self._nodes(), key=lambda one: (one in self._without_gpu, num_on[one] - usable.get(one, 0)))
         self._node_of[member] = node
         self._started.add(member)
         self._tell_all(AddWorker(attempt=self._attempt, member=member, node_rank=node))

@@ -40,6 +40,7 @@ from torsh_distributed.launch.nodes.records import (
     Start,
     Stop,
     Stopped,
+    Unable,
     WorkersWanted,
 )
 from torsh_distributed.launch.nodes.store_process import StoreProcess
@@ -84,6 +85,8 @@ class Leader:
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
+            case Unable() if message.attempt == self.coordinator.attempt:
+                self._carry_out(self.coordinator.lost(message.failure))
             case Measured():
                 self.on_measured(message)
             case ChangeWanted():

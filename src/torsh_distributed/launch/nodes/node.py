@@ -58,9 +58,11 @@ from torsh_distributed.launch.nodes.records import (
     Start,
     Stop,
     Stopped,
+    Unable,
     WorkersWanted,
 )
 from torsh_distributed.launch.observing.job_observer import JobObserver
+from torsh_distributed.launch.observing.node_gpus import NodeGpus
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.rank_status import RankStatus
 
@@ -95,6 +97,7 @@ class Node:
         secret_file = self.directory / "secret"
         write_secret_file(secret_file, token)
         self._spare = _spare(spec, loop, self._guardian, output)
+        self._gpus = NodeGpus(spec, loop, output, rank_of=self._rank_on, tell=partial(self._take_own, -1))
         self._context = AttemptContext(
             spec=spec,
             loop=loop,
@@ -107,6 +110,7 @@ class Node:
             secret_file=secret_file,
             oom_counter=find_oom_counter(),
             spare=self._spare,
+            fault_of=self._gpus.fault_of,
         )
         self._spec = spec
         self._loop = loop
@@ -195,6 +199,11 @@ class Node:
         number = message.attempt
         if self._is_ending or self._attempt_number != number:
             return  # the job ended, or was restarted, while the spare imported torch
+        starting = {place.local_rank for place in self._spec.places()}
+        gpus = self._gpus.variables(starting, ())
+        if gpus is None:
+            self.report(Unable(attempt=number, failure=self._gpus.shortage(len(starting))))
+            return
         self._attempt = LocalAttempt(
             self._context,
             AttemptEndpoint(
@@ -222,7 +231,8 @@ class Node:
             warn=self._output.warn,
             end=self._attempt.give_up,
         )
-        self._attempt.start()
+        self._attempt.start(gpus)
+        self._gpus.start()
         if self._pause_share:
             self._pace_workers(self._pause_share)
         early, self._early_changes = self._early_changes, []
@@ -373,8 +383,16 @@ class Node:
             return
         taken = attempt.local_ranks
         local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        gpus = self._gpus.variables({local_rank}, taken)
+        if gpus is None:
+            lacking = self._gpus.shortage(len(taken) + 1, rank=message.member)
+            self.report(Failed(attempt=message.attempt, failure=lacking))
+            return
         place = WorkerPlace(rank=message.member, local_rank=local_rank, node_rank=self._spec.node_rank)
-        attempt.start_worker(place, joins=True)
+        attempt.start_worker(place, gpus, joins=True)
+
+    def _rank_on(self, local_rank: int) -> int:
+        return -1 if self._attempt is None else self._attempt.rank_on(local_rank)
 
     def _log_dir(self, attempt: int) -> Path | None:
         if self._spec.log_dir is None:
@@ -516,6 +534,7 @@ class Node:
         if self._energy is not None:
             self._energy.close()
         self._observer.close()
+        self._gpus.close()
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)

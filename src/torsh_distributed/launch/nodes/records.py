@@ -88,6 +88,15 @@ class Stopped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unable:
+    """The node cannot start the workers of an attempt, and no restart would help."""
+
+    kind: Literal["unable"] = "unable"
+    attempt: int
+    failure: EndReport
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """What a worker of the node measured: its message, as JSON. It decides nothing."""
 
@@ -281,6 +290,7 @@ FromNode = (
     | Said
     | Finished
     | Stopped
+    | Unable
     | Measured
     | ChangeWanted
     | ChangeSaid
