@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
-from torsh_distributed.elastic.incidents.risk import recorded_alarms
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.rank_risk import RankRisks
+from torsh_distributed.observe.job.run_files import EventFiles
 
 _HORIZON_S = 5.0
 """Runs of a quarter of a minute are to be warned of seconds before, where real ones are minutes before."""
@@ -101,7 +103,10 @@ def _run(kind: str, seed: int, seconds: float) -> _Verdict:
         )
         if (done.returncode != 0) != (kind in _ILL):
             raise RuntimeError(f"{kind} {seed}: exit code {done.returncode}\n{done.stdout}{done.stderr}"[-3000:])
-        found = recorded_alarms(folder / "events", horizon_s=_HORIZON_S)
+        view = JobView()
+        view.risks = RankRisks(horizon_s=_HORIZON_S)
+        # Through the view that a page shows, in the order in which a rank tells.
+        found = list(EventFiles(folder / "events", view).read_all().risks.alarms.values())
         lines = (folder / "events" / "rank-1.jsonl").read_text().splitlines()
         end = float(json.loads(lines[-1])["time"])
         right = [one for one in found if one.rank == 1 and one.reason == _ILL.get(kind)]

@@ -26,7 +26,7 @@ def incidents(directory: EventsDir, json: Json = False) -> None:
         observed_seconds,
         read_incidents,
     )
-    from torsh_distributed.elastic.incidents.risk import recorded_alarms
+    from torsh_distributed.observe.job.rank_risk import recorded_alarms
 
     found = read_incidents(directory)
     risks = recorded_alarms(directory)

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import time
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,51 @@ def test_garbage_changes_nothing_and_raises_nothing(garbage: dict[str, object]) 
     state = page_state(view)
     json.dumps(state, allow_nan=False)
     assert state["job"]["step"] == 3
+
+
+def test_a_rank_whose_memory_fills_is_at_risk_while_it_runs_and_its_successor_is_not() -> None:
+    view = JobView()
+
+    def tell(number: int, used: int) -> list[dict[str, Any]]:
+        facts = {"memory": {"host_used": used << 20, "host_limit": 1000 << 20}}
+        told = {"type": "metrics", "sequence": number, "time": 1000.0 + 4 * number, "facts": facts}
+        for rank in (0, 1):
+            view.take({**told, "rank": rank} if rank else {**told, "rank": 0, "facts": {**facts, "memory": _STEADY}})
+        found: list[dict[str, Any]] = page_state(view)["risks"]
+        return found
+
+    scores = [tell(number, 100 + 20 * number) for number in range(35)]
+    assert scores[10] == [], "140 s are left"
+    (risk,) = scores[-1]
+    assert (risk["rank"], risk["reason"]) == (1, "memory")
+    assert risk["score"] > 0.7
+    assert "memory grows by 5.0 MiB/s" in risk["detail"]
+    assert [one["rank"] for one in view.incidents if one["type"] == "risk"] == [1], "told once"
+    view.take({"type": "membership", "action": "restarted", "attempt": 1})
+    assert page_state(view)["risks"] == []
+    for number in range(40, 50):
+        assert tell(number, 100) == []
+
+
+_STEADY = {"host_used": 100 << 20, "host_limit": 1000 << 20}
+
+
+def test_a_rank_that_gets_slower_is_at_risk_before_the_others_suffer() -> None:
+    view = JobView()
+    for step in range(1, 121):
+        for rank in (0, 1):
+            own_s = 0.1 + (max(0, step - 40) * 0.002 if rank else 0.0)
+            record = StepRecord(step, 1000.0 + step, own_s + 0.01, None, None, None, 0.01, None, None, own_s)
+            view.take({"type": "metrics", "rank": rank, "sequence": step, "steps": pack_steps([record])})
+    (risk,) = page_state(view)["risks"]
+    assert (risk["rank"], risk["reason"]) == (1, "slowing")
+
+
+def test_what_is_no_use_of_memory_is_left_alone() -> None:
+    view = JobView()
+    for memory in ({"host_used": 10**400, "host_limit": 1}, {"host_used": 1}, {}, 3):
+        view.take({"type": "metrics", "rank": 0, "sequence": 1, "time": 1.0, "facts": {"memory": memory}})
+    assert page_state(view)["risks"] == []
 
 
 def test_memory_is_bounded() -> None:

@@ -1,2 +1,1 @@
-"""What went wrong in runs, and what may next: `incident_history` reads incidents and their statistics, `risk` scores
-trends that end in one."""
+"""What went wrong in runs: `incident_history` reads incidents and their statistics."""

@@ -19,6 +19,7 @@ from torsh_distributed.events.recorded import event_of
 from torsh_distributed.observe.job.energy_account import EnergyAccount
 from torsh_distributed.observe.job.energy_summary import schedule_text
 from torsh_distributed.observe.job.federated_account import FederatedAccount
+from torsh_distributed.observe.job.rank_risk import RankRisks, RiskScore
 from torsh_distributed.observe.job.rank_view import STEPS_KEPT, RankView, Value, ValueKey, finite, newest_of
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
 from torsh_distributed.observe.job.training_curve import CurvePoint, EvaluationPoint, LossFall, ThinnedSeries
@@ -78,6 +79,7 @@ class JobView:
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
+        self.risks = RankRisks()
         self.energy = EnergyAccount()
         self.federated = FederatedAccount()
         self.num_failures = 0
@@ -139,6 +141,7 @@ class JobView:
         for step in steps:
             if step.wait_s is not None:
                 self.stragglers.add(rank, step.step, step.own_s, num_ranks=num_ranks)
+                self._note_risk(self.risks.observe_own_time(rank, step=step.step, time=step.time, own_s=step.own_s))
             self.energy.take_wait(step)
             if rank == self._first_rank:
                 self.energy.take_step(step)
@@ -157,9 +160,37 @@ class JobView:
                     "detail": told,
                 }
             )
+        if "facts" in packet:  # else those that are known are of an earlier summary
+            self._take_memory(view)
         marks = packet.get("marks")
         for mark in marks if isinstance(marks, list) else []:
             self._take_mark(rank, mark)
+
+    def _take_memory(self, view: RankView) -> None:
+        """What a rank uses of its memory, and could: among its facts, by device."""
+        told = view.facts.get("memory")
+        for device in ("host", "device") if isinstance(told, Mapping) else ():
+            used, limit = finite(told.get(f"{device}_used")), finite(told.get(f"{device}_limit"))
+            if used is not None and limit is not None:
+                self.take_sample(
+                    events.MemoryEvent(
+                        time=view.time,
+                        rank=view.rank,
+                        device=device,
+                        allocated_bytes=int(used),
+                        peak_bytes=int(used),
+                        limit_bytes=int(limit),
+                    )
+                )
+
+    def take_sample(self, event: events.Event) -> None:
+        """What a rank measured about its memory or its device: trends of it may come before a failure."""
+        self._note_risk(self.risks.observe(event))
+
+    def _note_risk(self, alarm: RiskScore | None) -> None:
+        if alarm is not None:
+            told = f"at risk ({alarm.score:.2f}, {alarm.reason}): {alarm.detail}"
+            self.incidents.append({"time": alarm.time, "type": "risk", "rank": alarm.rank, "detail": told})
 
     def _add_to_curve(self, step: StepRecord) -> None:
         self.newest_step = step
@@ -238,6 +269,7 @@ class JobView:
         self.num_regroupings += action == "recovered"
         if action in ("started", "restarted"):
             header.state = "starting" if action == "started" else "restarting"
+            self.risks.keep_below(0)  # other processes
             for view in self.ranks.values():
                 view.timeline, view.timelines = [], {}
         elif action == "lost":
@@ -262,6 +294,7 @@ class JobView:
     def _take_size(self, num_workers: int) -> None:
         """An elastic world has so many ranks now: the numbers above it are nobody's."""
         self.header.num_workers = num_workers
+        self.risks.keep_below(num_workers)
         self.ranks = {number: one for number, one in self.ranks.items() if number < num_workers}
 
     # Looking

@@ -20,6 +20,9 @@ _NEWEST_STEPS = 20
 _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
+_SHOWN_RISKS = 20
+_SHOWN_RISK = 0.5
+"""Below the alarm: whoever looks sees it rise."""
 _WAITS = ("wait", "bubble", "data")
 _BUSY = ("forward", "backward", "optimizer", "other")
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
@@ -73,6 +76,11 @@ def page_state(
             "stragglers": [
                 {"rank": one.rank, "since_step": one.since_step, "slowdown": one.slowdown}
                 for one in view.stragglers.stragglers
+            ],
+            "risks": [
+                {"rank": one.rank, "score": one.score, "reason": one.reason, "detail": one.detail}
+                for one in view.risks.newest()[:_SHOWN_RISKS]
+                if one.score >= _SHOWN_RISK
             ],
             "incidents": list(view.incidents)[-_SHOWN_INCIDENTS:],
             "checkpoints": [one for one in view.incidents if one["type"] == "checkpoint"][-20:],

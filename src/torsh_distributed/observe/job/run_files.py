@@ -135,6 +135,8 @@ class EventFiles:
             if isinstance(event, _OF_THE_JOB):  # of a rank without our launcher
                 self.view.take(record)
                 continue
+            if isinstance(event, events.MemoryEvent | events.HardwareEvent):
+                self.view.take_sample(event)
             replay.take(event)
             num_steps += isinstance(event, events.StepEvent)
             if isinstance(event, events.MembershipEvent) and event.action == "joined":

@@ -13,6 +13,7 @@ from typing import Any
 
 from torsh_distributed import events, known_variables
 from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
+from torsh_distributed.observe.metrics.host_memory import memory_use
 from torsh_distributed.observe.metrics.machine_sensors import MachineSensors, ProcessSensors
 from torsh_distributed.observe.metrics.operation_rates import AxisOf
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
@@ -115,7 +116,11 @@ class RankReporter:
         if self._machine is not None:
             self._machine.read(collector.metrics)
         return summary_packet(
-            collector, time=time.time(), clock=time.time() - time.monotonic(), facts={**_place(), **self.facts}, **found
+            collector,
+            time=time.time(),
+            clock=time.time() - time.monotonic(),
+            facts={**_place(), "memory": memory_use(), **self.facts},
+            **found,
         )
 
 

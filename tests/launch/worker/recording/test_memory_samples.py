@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from torsh_distributed import events
-from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples, host_memory
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
+from torsh_distributed.observe.metrics.host_memory import host_memory
 
 
 def test_steps_bring_memory_no_more_often_than_asked() -> None:
@@ -36,7 +37,7 @@ def test_memory_that_is_taken_shows() -> None:
 def test_a_limit_of_the_process_is_the_nearest() -> None:
     code = (
         "import resource\n"
-        "from torsh_distributed.launch.worker.recording.memory_samples import host_memory\n"
+        "from torsh_distributed.observe.metrics.host_memory import host_memory\n"
         "used = int(open('/proc/self/statm').read().split()[5]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (50 << 20), resource.RLIM_INFINITY))\n"
         "found = host_memory()\n"

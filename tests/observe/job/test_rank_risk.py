@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.elastic.incidents.risk import ALARM, RiskMonitor, alarms, recorded_alarms
 from torsh_distributed.events import HardwareEvent, MemoryEvent, StepEvent
 from torsh_distributed.events.jsonl import to_record
+from torsh_distributed.observe.job.rank_risk import ALARM, RiskMonitor, alarms, recorded_alarms
 
 
 def test_memory_that_grows_scores_by_the_time_that_is_left() -> None:

@@ -1,8 +1,9 @@
 """How likely a rank fails soon, as a score from 0 to 1, from trends in its events: memory that grows towards its limit,
 a rank that gets slower than it was, a temperature that nears the device's limit, errors of a device's memory.
 
-A score is not a probability: 0.7 and more is worth a look. `python -m benchmarks risk` measures how often it is right,
-in real runs that leak, get slower, or go well; heat and memory errors cannot be had to order and are tested on series.
+A job that runs is watched by its observer, a recorded one by `torsh incidents`. A score is not a probability: 0.7 and
+more is worth a look. `python -m benchmarks risk` measures how often it is right, in real runs that leak, get slower, or
+go well; heat and memory errors cannot be had to order and are tested on series.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torsh_distributed.events import Event, HardwareEvent, MemoryEvent, StepEvent
 from torsh_distributed.events.recorded import events_in
@@ -72,11 +74,18 @@ class RiskMonitor:
 
     def __init__(self, *, horizon_s: float = 60.0) -> None:
         self._horizon_s = horizon_s
-        self._memory: dict[int, deque[tuple[float, float]]] = {}
+        self._memory: dict[int, dict[str, deque[tuple[float, float]]]] = {}
         self._own_s: dict[int, deque[tuple[float, float]]] = {}
         self._usual_s: dict[int, float] = {}
         self._celsius: dict[tuple[int, str], deque[tuple[float, float]]] = {}
         self._errors_before: dict[tuple[int, str], tuple[int, int]] = {}
+
+    def forget_from(self, num_ranks: int) -> None:
+        """The ranks from this number on have ended."""
+        by_rank: tuple[dict[int, Any], ...] = (self._memory, self._own_s, self._usual_s)
+        for known in by_rank:
+            for rank in [rank for rank in known if rank >= num_ranks]:
+                del known[rank]
 
     def observe(self, event: Event) -> RiskScore | None:
         """Take in an event of any rank; the rank's score by it, once there is enough to say."""
@@ -90,7 +99,8 @@ class RiskMonitor:
         return None
 
     def _observe_memory(self, event: MemoryEvent) -> RiskScore | None:
-        points = self._memory.setdefault(event.rank, deque(maxlen=_WINDOW))
+        devices = self._memory.setdefault(event.rank, {})
+        points = devices.setdefault(event.device, deque(maxlen=_WINDOW))
         points.append((event.time, float(event.allocated_bytes)))
         if len(points) < _LEAST or event.limit_bytes is None:
             return None
@@ -128,16 +138,21 @@ class RiskMonitor:
         return 1.0 if left_s <= self._horizon_s else self._horizon_s / left_s
 
     def _observe_step(self, event: StepEvent) -> RiskScore | None:
-        """A rank's own time is what it does not wait for others; it is compared with what it was at first."""
         if event.comm_s is None:
             return None
-        points = self._own_s.setdefault(event.rank, deque(maxlen=_WINDOW))
-        points.append((float(event.step), max(0.0, event.duration_s - event.comm_s)))
+        return self.observe_own_time(
+            event.rank, step=event.step, time=event.time, own_s=max(0.0, event.duration_s - event.comm_s)
+        )
+
+    def observe_own_time(self, rank: int, *, step: int, time: float, own_s: float) -> RiskScore | None:
+        """A rank's own time of a step is what it does not wait for others; it is compared with what it was at first."""
+        points = self._own_s.setdefault(rank, deque(maxlen=_WINDOW))
+        points.append((float(step), own_s))
         own = [took_s for _, took_s in points]
         if len(points) < 2 * _LEAST:
             return None
         # The first steps warm up caches and allocators.
-        usual = self._usual_s.setdefault(event.rank, statistics.median(own[_LEAST:]))
+        usual = self._usual_s.setdefault(rank, statistics.median(own[_LEAST:]))
         if usual <= 0:
             return None
         recent = statistics.median(own[-_LEAST:])
@@ -145,7 +160,45 @@ class RiskMonitor:
         growth = recent / usual - 1
         score = min(1.0, max(0.0, growth)) if is_rising or growth > 1 else 0.0
         detail = f"a step takes {recent * 1e3:.1f} ms of its own, {recent / usual:.1f} times as long as at first"
-        return RiskScore(time=event.time, rank=event.rank, score=score, reason="slowing", detail=detail)
+        return RiskScore(time=time, rank=rank, score=score, reason="slowing", detail=detail)
+
+
+class RankRisks:
+    """The newest scores of a job's ranks, and the first alarm of each rank and reason."""
+
+    def __init__(self, *, horizon_s: float = 60.0) -> None:
+        self._monitor = RiskMonitor(horizon_s=horizon_s)
+        self._newest: dict[tuple[int, str], RiskScore] = {}
+        self.alarms: dict[tuple[int, str], RiskScore] = {}
+
+    def observe(self, event: Event) -> RiskScore | None:
+        """Take in an event; the score if it is a new alarm."""
+        return self._note(self._monitor.observe(event))
+
+    def observe_own_time(self, rank: int, *, step: int, time: float, own_s: float) -> RiskScore | None:
+        """Take in a step; the score if it is a new alarm."""
+        return self._note(self._monitor.observe_own_time(rank, step=step, time=time, own_s=own_s))
+
+    def keep_below(self, num_ranks: int) -> None:
+        """The ranks from this number on are gone: a process that gets such a number later has trends of its own."""
+        for key in [key for key in self._newest if key[0] >= num_ranks]:
+            del self._newest[key]
+            self.alarms.pop(key, None)
+        self._monitor.forget_from(num_ranks)
+
+    def newest(self) -> list[RiskScore]:
+        """One for each rank and reason, the highest first."""
+        return sorted(self._newest.values(), key=lambda one: -one.score)
+
+    def _note(self, risk: RiskScore | None) -> RiskScore | None:
+        if risk is None:
+            return None
+        key = risk.rank, risk.reason
+        self._newest[key] = risk
+        is_new = risk.score >= ALARM and key not in self.alarms
+        if is_new:
+            self.alarms[key] = risk
+        return risk if is_new else None
 
 
 def recorded_alarms(directory: Path, *, horizon_s: float = 60.0) -> list[RiskScore]:
