@@ -78,7 +78,7 @@ def _fits(name: str, value: Any, annotation: str) -> bool:
     if isinstance(value, bool):
         return "bool" in annotation
     if isinstance(value, str):
-        return "str" in annotation or "Phase" in annotation or "Status" in annotation
+        return any(one in annotation for one in ("str", "Phase", "Status", "Literal["))
     if isinstance(value, int):
         return abs(value) <= _MOST and ("int" in annotation or "float" in annotation)
     if isinstance(value, float):

@@ -83,6 +83,11 @@ def test_only_events_become_events() -> None:
         assert event_of({**energy, "ranks": ranks}) is None
 
 
+def test_pushes_and_pulls_are_read_back() -> None:
+    pushed = events.ParameterEvent(operation="push", version=3, num_bytes=4, duration_s=0.1)
+    assert event_of(json.loads(json.dumps(events.to_record(pushed)))) == pushed
+
+
 def test_no_directory_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no such directory of event files"):
         EventFiles(tmp_path / "absent")
