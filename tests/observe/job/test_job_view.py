@@ -116,7 +116,7 @@ def test_a_rank_whose_memory_fills_is_at_risk_while_it_runs_and_its_successor_is
         told = {"type": "metrics", "sequence": number, "time": 1000.0 + 4 * number, "facts": facts}
         for rank in (0, 1):
             view.take({**told, "rank": rank} if rank else {**told, "rank": 0, "facts": {**facts, "memory": _STEADY}})
-        found: list[dict[str, Any]] = page_state(view)["risks"]
+        found: list[dict[str, Any]] = page_state(view)["rank_risks"]
         return found
 
     scores = [tell(number, 100 + 20 * number) for number in range(35)]
@@ -127,7 +127,7 @@ def test_a_rank_whose_memory_fills_is_at_risk_while_it_runs_and_its_successor_is
     assert "memory grows by 5.0 MiB/s" in risk["detail"]
     assert [one["rank"] for one in view.incidents if one["type"] == "risk"] == [1], "told once"
     view.take({"type": "membership", "action": "restarted", "attempt": 1})
-    assert page_state(view)["risks"] == []
+    assert page_state(view)["rank_risks"] == []
     for number in range(40, 50):
         assert tell(number, 100) == []
 
@@ -142,7 +142,7 @@ def test_a_rank_that_gets_slower_is_at_risk_before_the_others_suffer() -> None:
             own_s = 0.1 + (max(0, step - 40) * 0.002 if rank else 0.0)
             record = StepRecord(step, 1000.0 + step, own_s + 0.01, None, None, None, 0.01, None, None, own_s)
             view.take({"type": "metrics", "rank": rank, "sequence": step, "steps": pack_steps([record])})
-    (risk,) = page_state(view)["risks"]
+    (risk,) = page_state(view)["rank_risks"]
     assert (risk["rank"], risk["reason"]) == (1, "slowing")
 
 
@@ -150,7 +150,7 @@ def test_what_is_no_use_of_memory_is_left_alone() -> None:
     view = JobView()
     for memory in ({"host_used": 10**400, "host_limit": 1}, {"host_used": 1}, {}, 3):
         view.take({"type": "metrics", "rank": 0, "sequence": 1, "time": 1.0, "facts": {"memory": memory}})
-    assert page_state(view)["risks"] == []
+    assert page_state(view)["rank_risks"] == []
 
 
 def test_memory_is_bounded() -> None:

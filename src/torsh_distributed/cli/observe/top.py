@@ -111,7 +111,9 @@ def drawing(state: dict[str, Any]) -> Any:
         "  ".join(f"{part} {_ms(value)}" for part, value in state["parts"].items()),
     ]
     lines += [f"rank {one['rank']} is {one['slowdown']:.0%} slower than the others" for one in state["stragglers"]]
-    lines += [f"rank {one['rank']} has a risk of {one['score']:.2f}: {one['detail']}" for one in state.get("risks", [])]
+    lines += [
+        f"rank {one['rank']} has a risk of {one['score']:.2f}: {one['detail']}" for one in state.get("rank_risks", [])
+    ]
     lines += [f"{one['share']:.0%} {one['kind']}: {one['evidence']}" for one in state.get("bottlenecks", [])[:2]]
     for one in state.get("recommendations", [])[:1]:
         gain = "" if one["gain_s"] is None else f", {'up to ' if one['is_bound'] else ''}{_ms(one['gain_s'])} a step"

@@ -169,7 +169,9 @@ class JobView:
     def _take_memory(self, view: RankView) -> None:
         """What a rank uses of its memory, and could: among its facts, by device."""
         told = view.facts.get("memory")
-        for device in ("host", "device") if isinstance(told, Mapping) else ():
+        if not isinstance(told, Mapping):
+            return
+        for device in ("host", "device"):
             used, limit = finite(told.get(f"{device}_used")), finite(told.get(f"{device}_limit"))
             if used is not None and limit is not None:
                 self.take_sample(

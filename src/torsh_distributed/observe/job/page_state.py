@@ -77,7 +77,7 @@ def page_state(
                 {"rank": one.rank, "since_step": one.since_step, "slowdown": one.slowdown}
                 for one in view.stragglers.stragglers
             ],
-            "risks": [
+            "rank_risks": [
                 {"rank": one.rank, "score": one.score, "reason": one.reason, "detail": one.detail}
                 for one in view.risks.newest()[:_SHOWN_RISKS]
                 if one.score >= _SHOWN_RISK

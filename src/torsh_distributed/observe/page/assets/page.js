@@ -305,7 +305,7 @@
     document.title = `torsh ${job.run_id} – ${job.state}`;
     byId("run").textContent = job.run_id;
     const slow = state.stragglers.map((one) => `rank ${one.rank} is ${percent(one.slowdown)} slower than the others`)
-      .concat((state.risks || []).map((one) => `rank ${one.rank} has a risk of ${one.score.toFixed(2)}: ${one.detail}`)).join(", ");
+      .concat((state.rank_risks || []).map((one) => `rank ${one.rank} has a risk of ${one.score.toFixed(2)}: ${one.detail}`)).join(", ");
     put("summary", el("span", { class: { failed: "bad", finished: "good" }[job.state] || "" }, job.state + (job.exit_code ? ` with exit code ${job.exit_code}` : "")),
       ` · ${job.command || "a job"} · ${count(job.world_size)} ${job.world_size === 1 ? "rank" : "ranks"} on ${count(job.num_nodes)} ${job.num_nodes === 1 ? "node" : "nodes"}${job.backend ? ` · ${job.backend}` : ""}${job.attempt ? ` · restart ${job.attempt}` : ""}`,
       ...(slow ? [el("span", { class: "warn" }, ` · ${slow}`)] : []));
