@@ -75,7 +75,7 @@ def test_a_spent_budget_saves_and_ends_the_job_and_every_joule_is_accounted_for(
     assert parts == pytest.approx(spent.total_j)
     # An epoch has 256 steps; what was counted before rank 0 told its epoch is in none.
     assert 0 < sum(one.joules for one in spent.by_epoch.values()) <= spent.total_j
-    assert min(spent.by_epoch) == 0
+    assert set(spent.by_epoch) <= set(range(spent.num_steps // 256 + 1))
     assert spent.grams == pytest.approx(spent.total_j / 3.6e6 * 400.0)
     records = [json.loads(line) for path in events.glob("launcher*") for line in path.read_text().splitlines()]
     assert [one["severity"] for one in records if one["type"] == "alert"][-1] == "stop"
