@@ -360,7 +360,7 @@ def error_codes() -> dict[str, type[TorshError]]:
     pending: list[type[TorshError]] = [TorshError]
     while pending:
         kind = pending.pop()
-        found[kind.__name__] = kind
+        found.setdefault(kind.__name__, kind)  # a RemoteError that is also another type is a class with its name
         pending.extend(kind.__subclasses__())
     return dict(sorted(found.items()))
 

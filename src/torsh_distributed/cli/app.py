@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "tune": (
         "torsh_distributed.cli.trace.tune_command",
-        "Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true.",
+        "Run a recorded job as it was and in other ways, in turns, and say what was gained.",
     ),
     "bench": (
         "torsh_distributed.cli.bench.app",

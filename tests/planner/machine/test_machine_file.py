@@ -83,7 +83,8 @@ def test_a_file_gives_back_what_was_measured_and_is_used_for_its_number_of_ranks
     assert MachineFile.load(path).by_ranks == {2: measurement()}
     machine = this_machine(2, path=path)
     assert machine.rates == measurement().rates
-    assert machine.not_measured("fp32") == []
+    assert machine.not_measured("fp32", num_ranks=2) == []
+    assert machine.not_measured("fp32") == ["latency and bandwidth between nodes"]
     assert machine.overlap.value == 0.3
     assert machine.near.ring_s(1e6, 2, laps=2) == pytest.approx(1e-3)
     assert "spread 4%" in machine.memory_rate.source

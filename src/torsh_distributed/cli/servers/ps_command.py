@@ -48,5 +48,8 @@ def serve(
 
     for module in imports or ():
         importlib.import_module(module)
-    typer.echo(f"serving parameters as {name}; Ctrl-C ends it")
-    parameters.serve(name, store=store, keep=keep, host=host, lost_after_s=lost_after)
+
+    def tell() -> None:
+        typer.echo(f"serving parameters as {name}; Ctrl-C ends it")
+
+    parameters.serve(name, on_ready=tell, store=store, keep=keep, host=host, lost_after_s=lost_after)

@@ -74,16 +74,19 @@ class ParameterServer:
         self.close()
 
 
-def serve(name: str, *, keep: str | Path | None = None, **options: Any) -> None:
+def serve(
+    name: str, *, keep: str | Path | None = None, on_ready: Callable[[], None] | None = None, **options: Any
+) -> None:
     """Run a server in a child process until SIGINT or SIGTERM, and start the next one at once if it is killed.
 
-    The state is in `keep`, by default in shared memory that lives as long as this process. Call it in a process
-    without threads: the child is a fork, so that the next one is there within milliseconds.
+    `on_ready` is called in each child once workers can find it. The state is in `keep`, by default in shared memory
+    that lives as long as this process. Call it in a process without threads: the child is a fork, so that the next one
+    is there within milliseconds.
     """
     directory = make_kept_memory() if keep is None else Path(keep)
     _import_optimizers()
     try:
-        supervise(lambda: _serve_once(name, keep=directory, **options))
+        supervise(lambda: _serve_once(name, on_ready, keep=directory, **options))
     finally:
         if keep is None and directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -96,9 +99,11 @@ def _import_optimizers() -> None:
     torch.optim.SGD([param], lr=0.0).step()
 
 
-def _serve_once(name: str, **options: Any) -> None:
+def _serve_once(name: str, on_ready: Callable[[], None] | None, **options: Any) -> None:
     """The child: until SIGTERM."""
     with ParameterServer(name, **options):
+        if on_ready is not None:
+            on_ready()
         signal.sigwait({signal.SIGTERM})
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -122,7 +121,7 @@ def main() -> None:
     parser.add_argument("--folder", default="")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(1)  # as its workers are told: rivals differ in how many they would take
     task = ContestTask(
         rounds=options.rounds,
         sizes=[parse_size(text) for text in options.sizes.split(",")],
