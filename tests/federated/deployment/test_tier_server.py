@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def tiers(
             edge.thread.join(20)
 
 
+def when_enrolled(devices: list[DeviceClient]) -> None:
+    deadline_s = time.monotonic() + 20
+    while any(one._token is not None for one in devices):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("period", [1, 3])
 def test_tiers_of_devices_have_the_weights_of_simulated_tiers(tmp_path: Path, period: int) -> None:
     virtual, real = TierTask(), TierTask()
@@ -144,6 +152,7 @@ def test_an_aggregator_whose_devices_are_away_fails_its_round_and_says_why(tmp_p
     config = dataclasses.replace(CLOUD, rounds=1, clients_per_round=2, min_clients=1)
     with serving(tmp_path / "cloud", config) as cloud, tiers(tmp_path, cloud, (1, 1)) as edges:
         when_all_are_there(cloud, 2)
+        when_enrolled(edges[0].devices)  # else it would enrol with the other's key, and sign with it rightly
         edges[0].devices[1]._key = edges[0].devices[0]._key  # its updates are not signed by it
         record = RoundLoop(TierTask(), config, cloud).run_round()
         cloud.close(is_done=True)
