@@ -8,8 +8,9 @@ The terms are added in a hook before the step, the one place that every training
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,6 +193,49 @@ class _LocalSteps:
         return groups[0]
 
 
+class _StepHooks:
+    """Calls functions before and after every optimizer step of this process, for trainings on several threads.
+
+    Torch goes through its table of hooks while a step runs: adding one for each training would change the table under
+    the steps of others. So there is one pair, from the first training that is open to the last.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: tuple[tuple[_StepHook, _StepHook], ...] = ()
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def calling(self, before: _StepHook, after: _StepHook) -> Iterator[None]:
+        mine = (before, after)
+        with self._lock:
+            if not self._open:
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before),
+                    register_optimizer_step_post_hook(self._after),
+                ]
+            self._open = (*self._open, mine)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open = tuple(one for one in self._open if one is not mine)
+                for handle in () if self._open else self._handles:
+                    handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for before, _ in self._open:
+            before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for _, after in self._open:
+            after(optimizer, args, kwargs)
+
+
+_StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
+_HOOKS = _StepHooks()
+
+
 @contextmanager
 def _corrected_steps(
     replica: ModelVector, start: Tensor, work: LocalWork, own_control: Tensor | None
@@ -232,12 +276,8 @@ def _corrected_steps(
 
     if shrunk is not None:
         shrunk.begin(replica.model)
-    handles = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-    try:
+    with _HOOKS.calling(before_step, after_step):
         yield record
         if shrunk is not None:
             shrunk.restore()
             shrunk.unprune(replica.views(start))
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -137,7 +137,7 @@ def test_a_device_that_lost_its_memory_does_not_go_on_with_another(tmp_path: Pat
         with running(*devices):
             loop = RoundLoop(DeviceTask(), config, server, directory=None)
             when_all_are_there(server, 3)
-            loop.run_round()
+            assert not loop.run_round().failures
             (tmp_path / "d-1" / "client.state").unlink()
             record = loop.run_round()
             server.close(is_done=True)
