@@ -49,11 +49,11 @@ def test_an_epoch_begins_once_though_ranks_tell_it_at_different_moments(tmp_path
             directory=tmp_path,
         )
         try:
-            watch.take_report(told(0, 1))
-            watch.count(interval(0.7 * 3.6e6))
-            watch.take_report(told(1, 0))  # it was sent before its rank got there
-            watch.take_report(told(0, 1))
-            watch.count(interval(0.4 * 3.6e6))
+            watch.heed(0, told(0, 1))
+            watch.heed(-1, interval(0.7 * 3.6e6))
+            watch.heed(1, told(1, 0))  # it was sent before its rank got there
+            watch.heed(0, told(0, 1))
+            watch.heed(-1, interval(0.4 * 3.6e6))
             assert stops == [True]
         finally:
             watch.close()

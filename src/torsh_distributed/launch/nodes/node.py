@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from torsh_distributed.launch.observing.energy_watch import EnergyWatch
 
 _MAX_REVIVALS = 3
-_MAX_DETAIL_CHARS = 500
 _REPORT_TIMEOUT_S = 20.0
 
 
@@ -128,7 +127,7 @@ class Node:
                 spec,
                 loop,
                 output,
-                take=self._take_energy,
+                take=partial(self._take_own, -1),
                 pace=self._pace_workers,
                 stop=end,
                 want=self._want_workers,
@@ -264,19 +263,10 @@ class Node:
     def _take_own(self, rank: int, message: dict[str, Any]) -> None:
         """A worker of this node measured something: for the observer here, and for node 0's."""
         self._observer.take(rank, message)
-        self._count_energy(rank, message)
+        if self._energy is not None:
+            self._energy.heed(rank, message)
         if not self._spec.is_leader:
             self.report(Measured(rank=rank, message=json.dumps(message)))
-
-    def _take_energy(self, record: dict[str, Any]) -> None:
-        """A meter of this node has counted: for who records it here, and for node 0's observer."""
-        from torsh_distributed.events import emit
-        from torsh_distributed.events.recorded import event_of
-
-        event = event_of(record)
-        if event is not None:
-            emit(event)
-            self._take_own(-1, record)
 
     def _pace_workers(self, pause_share: float) -> None:
         """Let the workers pause between steps; those that are started later hear of it too."""
@@ -289,14 +279,8 @@ class Node:
         message = json.loads(measured.message)
         if isinstance(message, dict):
             self._observer.take(measured.rank, message)
-            self._count_energy(measured.rank, message)
-
-    def _count_energy(self, rank: int, message: dict[str, Any]) -> None:
-        """On node 0: energy counts against the budget; a rank tells its steps and its epoch."""
-        if self._energy is not None and rank >= 0:
-            self._energy.take_report(message)
-        elif self._energy is not None:
-            self._energy.count(message)
+            if self._energy is not None:
+                self._energy.heed(measured.rank, message)
 
     # The control plane of an elastic job
 
@@ -308,16 +292,13 @@ class Node:
             self._health.watch(member, pid)  # from its first beat on
             return
         self._health.beat(member)
-        if message["type"] == "change":
-            self._take_change_word(attempt, member, message)
+        if message["type"] == "change" and (answer := ChangeSaid.read(attempt, member, message)) is not None:
+            self.report(answer)
         if message["type"] != "elastic":
             return
         if message.get("what") == "ready":
             self._health.watch(member, pid)
-        numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
-        if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
-            detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
-            said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
+        if (said := MemberSaid.read(attempt, member, message)) is not None:
             self.report(said)
 
     def _want_workers(self, workers: int, reason: str, longest_s: float) -> None:
@@ -334,12 +315,6 @@ class Node:
         if self._attempt is not None and self._attempt.number == message.attempt:
             told = {"type": "change", "what": message.what, "number": message.number, "at": message.at}
             self._attempt.tell({**told, "change": json.loads(message.change), "reason": message.reason})
-
-    def _take_change_word(self, attempt: int, member: int, message: dict[str, Any]) -> None:
-        numbers = {name: message.get(name, 0) for name in ("number", "at", "step")}
-        if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
-            detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
-            self.report(ChangeSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers))
 
     def _note_health(self, attempt: int, member: int, health: Health) -> None:
         self.report(

@@ -6,9 +6,10 @@ connection, so one node is not a special case; only what crosses a connection ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from torsh_distributed.errors import SerializationError, first_line
 from torsh_distributed.launch.local.end_report import EndReport
@@ -23,6 +24,16 @@ from torsh_distributed.launch.worker.rank_status import (
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+_MAX_DETAIL_CHARS = 500
+
+
+def _read_words(message: Mapping[str, Any], numbers: Mapping[str, object]) -> tuple[str, str] | None:
+    """What a message says and its detail, cut to a length; None if malformed: it comes from a script's process."""
+    what = message.get("what")
+    if not isinstance(what, str) or not all(isinstance(number, int) for number in numbers.values()):
+        return None
+    return what, str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +138,15 @@ class MemberSaid:
     workers: int = 0
     detail: Text = ""
 
+    @classmethod
+    def read(cls, attempt: int, member: int, message: Mapping[str, Any]) -> Self | None:
+        """What a worker said in these words; None if they are none that a worker says."""
+        numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
+        said = _read_words(message, numbers)
+        if said is None:
+            return None
+        return cls(attempt=attempt, member=member, what=said[0], detail=said[1], **numbers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeWanted:
@@ -149,6 +169,15 @@ class ChangeSaid:
     at: int = 0
     step: int = 0
     detail: Text = ""
+
+    @classmethod
+    def read(cls, attempt: int, member: int, message: Mapping[str, Any]) -> Self | None:
+        """What a worker answered in these words; None if they are no answer."""
+        numbers = {name: message.get(name, 0) for name in ("number", "at", "step")}
+        said = _read_words(message, numbers)
+        if said is None:
+            return None
+        return cls(attempt=attempt, member=member, what=said[0], detail=said[1], **numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torsh_distributed import upward
-from torsh_distributed.events import AlertEvent, EnergyEvent, to_record
+from torsh_distributed.events import AlertEvent, EnergyEvent, emit, to_record
 from torsh_distributed.events.recorded import event_of
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
@@ -36,7 +36,8 @@ _THEN = {
 
 
 class EnergyWatch:
-    """Reads the meters of this node until `close`; `take` gets their events as records, on the loop's thread."""
+    """Reads the meters of this node until `close`, and emits what they count; `take` gets it as records, on the loop's
+    thread."""
 
     def __init__(
         self,
@@ -127,29 +128,43 @@ class EnergyWatch:
             elif record["type"] == "workers":
                 self._want(record["workers"], record["reason"], record["longest_s"])
             else:
-                self._take(record if record["type"] != "energy" else {**record, "epoch": self._epoch})
+                self._pass_on(record if record["type"] != "energy" else {**record, "epoch": self._epoch})
 
-    def count(self, record: dict[str, Any]) -> None:
+    def _pass_on(self, record: dict[str, Any]) -> None:
+        """A meter of this node has counted, or what follows from it: for who records it here, and for `take`."""
+        event = event_of(record)
+        if event is not None:
+            emit(event)
+            self._take(record)
+
+    def heed(self, rank: int, message: dict[str, Any]) -> None:
+        """A rank reports, or a meter, whose rank is -1."""
+        if rank >= 0:
+            self._take_report(message)
+        else:
+            self._count(message)
+
+    def _count(self, record: dict[str, Any]) -> None:
         """On node 0: what a meter of any node has counted, against the budget."""
         event = event_of(record) if self._control is not None else None
         if self._control is None or not isinstance(event, EnergyEvent):
             return
         actions, news = self._control.take_energy(event)
         for one in news:
-            self._take(to_record(one))
+            self._pass_on(to_record(one))
         for action, told in actions:
             if self._is_spent:
                 return
             self._output.warn(f"energy: {told}{_THEN[action]}")
             alert = AlertEvent(rank=-1, severity=action, name="energy budget", message=f"{told}{_THEN[action]}")
-            self._take(to_record(alert))
+            self._pass_on(to_record(alert))
             self._is_spent = action == "stop"
             if action == "stop":
                 self._stop()
             elif action == "slow":
                 self._pace(1.0)
 
-    def take_report(self, message: dict[str, Any]) -> None:
+    def _take_report(self, message: dict[str, Any]) -> None:
         """A rank of this node, on node 0 of any, reports its steps, and may tell its epoch."""
         if message.get("type") != "metrics":
             return
