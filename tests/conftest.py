@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from tests.bed.interrupts import heed_interrupts
+from tests.bed.warm_programs import Program
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld
 from tests.lab.network import Lab
@@ -27,6 +29,7 @@ torch.set_num_threads(1)
 # Jobs of tests fork their workers: two cores import torch once for a job, not for each worker of it. What a test shows
 # of the start itself, it shows with `--start-method spawn`.
 os.environ.setdefault("PET_START_METHOD", "forkserver")
+subprocess.Popen = Program  # type: ignore[misc]  # launchers are forked too; see there
 
 heed_interrupts()
 

@@ -1,7 +1,7 @@
 """A test must leave the process as it found it: no environment variable, thread or process may stay behind.
 
 Why: such leftovers make *other* tests fail later. Processes are found as children of this one and, when orphaned,
-by a token that every test puts into the environment of the processes it starts.
+by a token that every test puts into the environment of the processes it starts, or below the nursery of programs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.warm_programs import NURSERY
 from tests.bed.world import ZYGOTES
 
 TOKEN = "TORSH_TEST_TOKEN"
@@ -33,14 +34,24 @@ KEPT: set[int] = set()
 _numbers = itertools.count()
 
 
-def _children() -> set[int]:
+def _children(pid: int | str = "self") -> set[int]:
     pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
             pids.update(map(int, (task / "children").read_text().split()))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    except (FileNotFoundError, ProcessLookupError):
+        return pids  # the thread or the process has ended meanwhile
     return pids
+
+
+def _of_programs() -> set[int]:
+    """Forked programs with all that they have started: their environment is that of the nursery, without a token."""
+    found: set[int] = set()
+    below = set() if NURSERY.process is None else _children(NURSERY.process.pid)
+    while below:
+        found |= below
+        below = set().union(*map(_children, below))
+    return found
 
 
 def _read(pid: int, name: str) -> bytes:
@@ -62,11 +73,12 @@ def _bearers(token: str, before: set[int]) -> set[int]:
 
 def _is_kept(pid: int) -> bool:
     """The bed's zygote, daemons of the session and Python's shared-memory tracker live as long as this process."""
-    return pid in ZYGOTES or pid in KEPT or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+    is_ours = pid in ZYGOTES or pid in KEPT or (NURSERY.process is not None and pid == NURSERY.process.pid)
+    return is_ours or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
 def _leftover_processes(before: set[int], token: str) -> set[int]:
-    return {pid for pid in (_children() - before) | _bearers(token, before) if not _is_kept(pid)}
+    return {pid for pid in (_children() | _of_programs()) - before | _bearers(token, before) if not _is_kept(pid)}
 
 
 def _describe_process(pid: int) -> str:

@@ -22,7 +22,8 @@ class StandIn:
         pytest.importorskip("pynvml")
         (folder / "lib").mkdir(parents=True)
         library = folder / "lib" / "libnvidia-ml.so.1"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(_SOURCE)], check=True, timeout=60)
+        named = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+        subprocess.run([compiler, *named, "-O1", "-o", str(library), str(_SOURCE)], check=True, timeout=60)
         self.numbers = folder / "numbers"
         self.numbers.mkdir()
         self.variables = {"LD_LIBRARY_PATH": str(folder / "lib"), "NVML_STAND_IN": str(self.numbers)}

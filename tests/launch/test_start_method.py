@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.warm_programs import Started
 from tests.bed.world import World
 from tests.launch.jobs import launch, write_script
 
@@ -61,7 +62,7 @@ def test_a_job_that_is_interrupted_while_torch_is_imported_ends_quietly(tmp_path
     script = tmp_path / "worker.py"
     script.write_text("print('started')")
     command = [*TORSH, "run", "--nproc-per-node", "2", "--start-method", "forkserver", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with Started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         wait_for_spare(job.pid)
         job.send_signal(signal.SIGINT)
         output, _ = job.communicate(timeout=60)
