@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,10 +105,17 @@ class EngineCheckpoints:
                 raise
             deferred.failed(self._engine.num_steps, error.message)
 
-    def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True, loss: float | None = None) -> None:
-        """Save now, under `path` or the plan's directory."""
+    def save(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        wait: bool = True,
+        loss: float | None = None,
+        leave_out: Collection[str] = (),
+    ) -> None:
+        """Save now, under `path` or the plan's directory; `leave_out` names tensors of the model that are not saved."""
         manager = self._manager(path)
-        self._save(manager, "asked", loss)
+        self._save(manager, "asked", loss, leave_out=leave_out)
         if wait:
             manager.wait_for_commit()
 
@@ -237,8 +245,14 @@ class EngineCheckpoints:
         engine.num_steps, engine.num_skipped = values["num_steps"], values["num_skipped"]
         engine.ledger.load_state_dict(values)
 
-    def _save(self, manager: CheckpointManager, reason: str, loss: float | None) -> None:
-        manager.save_held(self._engine.num_steps, self._state(), reason, own=self._own(), **self._facts(loss))
+    def _save(
+        self, manager: CheckpointManager, reason: str, loss: float | None, *, leave_out: Collection[str] = ()
+    ) -> None:
+        state = self._state()
+        if leave_out:
+            unwanted = {f"{MODEL}.{name}" for name in leave_out}
+            state.tensors = [held for held in state.tensors if held.name not in unwanted]
+        manager.save_held(self._engine.num_steps, state, reason, own=self._own(), **self._facts(loss))
 
     def _replicate(self, replicas: NeighbourReplicas, loss: float | None) -> None:
         manager, step = self._manager(None), self._engine.num_steps

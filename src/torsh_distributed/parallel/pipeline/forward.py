@@ -83,7 +83,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessG
     return group_over([dist.get_global_rank(group, rank) for rank in ranks])
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MAX_DIMS = 8
 
 

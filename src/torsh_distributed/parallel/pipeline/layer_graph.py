@@ -31,6 +31,8 @@ class LayerGraph:
     graph: fx.Graph
     layers: tuple[str, ...]
     """Names of the layer modules, in the order they are called."""
+    is_chain: bool = False
+    """The model names its layers itself: each takes what the one before returns, a tensor or a tuple of tensors."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ def _chain(model: nn.Module) -> LayerGraph:
         layers.append(names[id(layer)])
         value = graph.call_module(layers[-1], (value,))
     graph.output(value)
-    return LayerGraph(graph, tuple(layers))
+    return LayerGraph(graph, tuple(layers), is_chain=True)
 
 
 def _defaults(model: nn.Module) -> dict[str, Any]:

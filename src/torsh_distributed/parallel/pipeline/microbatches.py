@@ -16,6 +16,10 @@ from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.parallel.models.label_share import LabelRule
 
 
+class Microbatched(tuple[Any, ...]):
+    """A value for each microbatch, as inputs or targets of a step: they are not cut, and may hold anything."""
+
+
 class Microbatches:
     """The current batch in parts, and which part runs now."""
 
@@ -97,6 +101,8 @@ def shapes_of(value: Any) -> Any:
 
 def padded(value: Any, num_rows: int, count: int) -> Any:
     """`count` rows where there are `num_rows`: the first one again and again."""
+    if isinstance(value, Microbatched):
+        return Microbatched((*value, *value[:1] * (count - num_rows)))
     if isinstance(value, Tensor):
         if not value.dim() or value.shape[0] != num_rows:
             return value
@@ -109,7 +115,9 @@ def padded(value: Any, num_rows: int, count: int) -> Any:
 
 
 def rows_in(value: Any) -> int:
-    """The number of samples: the largest dim 0 of the tensors."""
+    """The number of samples: the largest dim 0 of the tensors; or that of microbatches, if they are cut already."""
+    if isinstance(value, Microbatched):
+        return len(value)
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else 0
     if isinstance(value, Mapping):
@@ -121,6 +129,8 @@ def rows_in(value: Any) -> int:
 
 def _part(value: Any, part: int, num_rows: int, count: int) -> Any:
     """Rows of one microbatch; tensors without a row for each sample, such as (1, length) position ids, go to all."""
+    if isinstance(value, Microbatched):
+        return value[part]
     if isinstance(value, Tensor):
         if not value.dim() or value.shape[0] != num_rows:
             return value

@@ -21,7 +21,7 @@ from torsh_distributed.parallel.models.example_inputs import named_inputs, takes
 from torsh_distributed.parallel.models.label_share import own_loss, require_labels, shifts_labels
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.forward import TiedGradients, run_stages, share_output
-from torsh_distributed.parallel.pipeline.microbatches import numbers, padded, rows_in, shapes_of
+from torsh_distributed.parallel.pipeline.microbatches import Microbatched, numbers, padded, rows_in, shapes_of
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -141,9 +141,10 @@ class PipelineParallel:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The loss of a batch of any size, on every rank, without gradients."""
+        """The loss of a batch of any size, or of one microbatch, on every rank, without gradients."""
         self._require_loss(inputs)
         out = self._forward(inputs, targets)
+        targets = targets[0] if isinstance(targets, Microbatched) else targets
         with self._context(), self._waiting_for_each_other():
             loss = self._loss(out, targets) if self.is_last else None
         return self._share_loss(loss)
@@ -239,6 +240,9 @@ class PipelineParallel:
     def _load(self, inputs: Any, targets: Any, count: int, *, num_real: int | None = None) -> tuple[Any, ...]:
         """Cut the batch into microbatches; returns what the first stage takes."""
         parts = self.plan.microbatches
+        if self.plan.is_chain:
+            parts.load({"0": self._chain_input(inputs)}, targets, count, num_real=num_real)
+            return ()
         if not self.plan.keeps_forward:
             arguments = self._arguments(inputs)
             named = {str(place): value for place, value in enumerate(arguments)}
@@ -248,6 +252,15 @@ class PipelineParallel:
         named = without_cache(model, named_inputs(model, inputs))
         parts.load(named, targets, count, num_real=num_real, shifts=shifts_labels(model))
         return ()
+
+    def _chain_input(self, inputs: Any) -> Any:
+        """What the first layer takes: the input, under its name, alone in a tuple, or a tuple of several."""
+        if isinstance(inputs, Microbatched):
+            return inputs
+        if isinstance(inputs, list):
+            return self._chain_input(tuple(inputs))
+        is_wrapped = isinstance(inputs, Mapping) or (isinstance(inputs, tuple) and len(inputs) == 1)
+        return self._arguments(inputs)[0] if is_wrapped else inputs
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         names = self.plan.inputs or ()

@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.models.anatomy import anatomy_of, is_from_transformers
 from torsh_distributed.parallel.models.example_inputs import example_inputs
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
@@ -61,6 +61,8 @@ class StagePlan:
     """For each parameter that several stages share: (stage, name) of every use."""
     make: Callable[[int], nn.Module] = field(repr=False)
     """From a stage's index to its module."""
+    is_chain: bool = False
+    """Layers take the result of the one before and nothing else; the first takes the inputs as they are."""
     microbatches: Microbatches = field(default_factory=Microbatches, repr=False)
     """The batch that the stages run on."""
 
@@ -177,9 +179,35 @@ def _traced(
         if taken[index]:
             places = [str(form.inputs.index(name)) for name in taken[index]]
             stage.register_forward_pre_hook(lambda _, received: (*received, *(feed.inputs[place] for place in places)))
+        if form.is_chain:
+            _pass_tuples(stage, feed if index == 0 else None, is_last=index == len(runs) - 1)
         return stage
 
-    return StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages), make, feed)
+    tied = _tied(model, stages)
+    return StagePlan(model, stages, form.inputs, balance, crossing, tied, make, form.is_chain, feed)
+
+
+def _pass_tuples(stage: nn.Module, feed: Microbatches | None, *, is_last: bool) -> None:
+    """Tensors arrive one by one: several are the tuple that a layer returned. The first stage reads the batch."""
+    if feed is not None:
+        stage.register_forward_pre_hook(lambda _, received: (feed.inputs["0"],))
+    else:
+        stage.register_forward_pre_hook(lambda _, received: (received if len(received) > 1 else received[0],))
+    if not is_last:
+        stage.register_forward_hook(_check_sent)
+
+
+def _check_sent(stage: nn.Module, _: Any, output: Any) -> None:
+    is_tuple = isinstance(output, tuple) and len(output) > 1 and all(isinstance(one, Tensor) for one in output)
+    if isinstance(output, Tensor) or is_tuple:
+        return
+    kind = type(output).__name__
+    if isinstance(output, tuple):
+        kind += f" of {', '.join(type(one).__name__ for one in output) or 'nothing'}"
+    raise InvalidArgument(
+        f"the last layer of a stage returns a {kind}, but a tensor or a tuple of several tensors passes to the next",
+        hint="return a tensor by itself, and make what is no tensor where it is needed; or end the stage elsewhere",
+    )
 
 
 def _kept(
@@ -202,7 +230,7 @@ def _kept(
         return UntracedStage(model, chain, runs[index], (*stages[index].layers, *stages[index].direct), feed)
 
     edges = ((True,),) * last
-    return StagePlan(model, stages, None, balance, edges, _tied(model, stages), make, feed)
+    return StagePlan(model, stages, None, balance, edges, _tied(model, stages), make, microbatches=feed)
 
 
 def _read_directly(graph: fx.Graph) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from typing_extensions import override
 from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.parallel.pipeline.older_stage import OlderStage
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
 from torsh_distributed.parallel.torch_internals import _SpectralNorm
 
@@ -42,7 +43,10 @@ class ActionRecorder:
         return taken
 
 
-class TimedStage(PipelineStage):
+_Base = OlderStage if not TYPE_CHECKING and hasattr(PipelineStage, "_shape_inference") else PipelineStage
+
+
+class TimedStage(_Base):
     """Torch's stage, which records the time of every forward and backward of a microbatch.
 
     Before the first step torch infers shapes by a forward on uninitialised memory; that is not recorded.
@@ -62,6 +66,14 @@ class TimedStage(PipelineStage):
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         with probing(self.submod):
             return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]  # not in torch 2.13
+
+    def _to_tensor(self, arg: Any) -> Any:
+        """What shapes are inferred on in torch 2.13: zeros in place of any values, which could be indices."""
+        value = super()._to_tensor(arg)
+        if not isinstance(arg, torch.Tensor):
+            with torch.no_grad():
+                value.zero_()
+        return value
 
     @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

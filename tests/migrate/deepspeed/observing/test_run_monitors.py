@@ -37,3 +37,12 @@ def test_a_missing_package_is_named() -> None:
     with pytest.raises(FeatureNotAvailable, match="comet_ml"):
         MonitorMaster({"comet": {"enabled": True}}, rank=0)
     assert not MonitorMaster({"wandb": {"enabled": False}}, rank=0).enabled
+
+
+def test_each_monitor_has_its_name_on_the_rank_that_writes(tmp_path: Path) -> None:
+    config = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
+    master, other = MonitorMaster(config, rank=0), MonitorMaster(config, rank=1)
+    assert master.csv_monitor is not None
+    master.csv_monitor.write_events([("Train/loss", 0.5, 8)])
+    assert list(tmp_path.rglob("Train_loss.csv"))
+    assert (master.tb_monitor, master.wandb_monitor, master.comet_monitor, other.csv_monitor) == (None,) * 4

@@ -14,7 +14,6 @@ from torch.nn import functional
 from tests.bed.real_deepspeed import use_deepspeed
 from tests.bed.world import World
 from tests.migrate.deepspeed.conftest import DeepSpeedWorld
-from torsh_distributed.errors import FeatureNotAvailable
 
 WIDTH, STEPS, GAS, MICRO = 12, 5, 4, 3
 
@@ -220,25 +219,6 @@ def test_fewer_microbatches_than_stages_train_as_one_process_does(world: World) 
         optimizer.step()
     for found in world.run(_one_microbatch, num_ranks=2, backend="torsh", timeout_s=60):
         assert found == pytest.approx(losses, rel=1e-5)
-
-
-def _two_inputs() -> str:
-    from torsh_distributed.migrate import deepspeed
-
-    net = deepspeed.PipelineModule(
-        layers=[deepspeed.LayerSpec(Layer, WIDTH) for _ in range(2)], num_stages=2, loss_fn=functional.mse_loss
-    )
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config(0, 0.0)
-    )
-    with pytest.raises(FeatureNotAvailable) as caught:
-        engine.train_batch(iter([((inputs, inputs), targets) for inputs, targets in batches(0)]))
-    return str(caught.value)
-
-
-def test_a_pair_of_inputs_is_refused_with_what_to_do(world: World) -> None:
-    for text in world.run(_two_inputs, num_ranks=2, backend="torsh", timeout_s=60):
-        assert "the inputs of a microbatch are a tuple, but one tensor enters a pipeline" in text
 
 
 @pytest.mark.matrix

@@ -14,6 +14,7 @@ from tests.bed.real_deepspeed import use_deepspeed
 from tests.bed.world import World
 from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from tests.migrate.deepspeed.training import parity
+from torsh_distributed.errors import CheckpointError
 
 CASES = [(1, "fp16"), (2, "bf16"), (3, "bf16"), (3, "fp32")]
 
@@ -71,3 +72,34 @@ def test_a_run_of_deepspeed_continues_with_the_same_losses(
             assert mine["steps"] == other["steps"] == 6
             assert mine["lr"] == pytest.approx(other["lr"])
             assert mine["client"] == {"epoch": 7}
+
+
+def _without_frozen(stage: int, folder: str) -> list[Any]:
+    """Saves a fine-tuned head alone, and loads it into a model with another frozen body."""
+    from torsh_distributed.migrate import deepspeed
+
+    def engine_of(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    first, second = engine_of(1), engine_of(2)
+    first.backward(first(torch.ones(2, 4)).square().sum())
+    first.step()
+    first.save_checkpoint(folder, exclude_frozen_parameters=True)
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
+        second.load_checkpoint(folder)
+    path, _ = second.load_checkpoint(folder, load_module_strict=False)
+    before, after, other = first.module_state_dict(), second.module_state_dict(), engine_of(2).module_state_dict()
+    same_head = all(torch.equal(before[name], after[name]) for name in ("1.weight", "1.bias"))
+    own_body = all(torch.equal(other[name], after[name]) for name in ("0.weight", "0.bias"))
+    return [path, same_head, own_body]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_are_left_out_if_asked(world: World, tmp_path: Path, stage: int) -> None:
+    for found in world.run(_without_frozen, stage, str(tmp_path), num_ranks=2, backend="torsh", timeout_s=60):
+        assert found == [str(tmp_path / "global_step1"), True, True]

@@ -127,7 +127,10 @@ class MonitorMaster:
         wanted = [name for name in _KINDS if _is_on(config.get(name))]
         self.enabled = bool(wanted)
         writes = (process_group.rank() if rank is None else rank) == 0
-        self._monitors = [_KINDS[name](config[name]) for name in wanted] if writes else []
+        made = {name: _KINDS[name](config[name]) for name in wanted} if writes else {}
+        self._monitors = list(made.values())
+        self.tb_monitor, self.wandb_monitor = made.get("tensorboard"), made.get("wandb")
+        self.csv_monitor, self.comet_monitor = made.get("csv_monitor"), made.get("comet")
 
     def write_events(self, events: Iterable[MonitorEvent]) -> None:
         """Write numbers; ranks other than 0 write nothing."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, settings_of
@@ -27,7 +27,9 @@ from torsh_distributed.migrate.deepspeed.training.microbatch_loop import Repeati
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
-from torsh_distributed.parallel.strategy import LossFn
+from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.pipeline.microbatches import Microbatched
+from torsh_distributed.parallel.strategy import LossFn, PendingNumber
 from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
@@ -69,19 +71,11 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.train()
-        core, update = self._core, self._update
-        batch = self._next_batch(self.gradient_accumulation_steps())
-        update.began()
-        scale = update.scaler.loss_scale
-        core.strategy.expect_scale(scale)
-        with self._report.timing("forward"), events.phase("forward"), core.strategy.accumulating(is_last=True):
-            loss = core.strategy.loss(core.model, batch, self._loss_fn, loss_of)
-        self._loop.hooks.attach()
-        mean = core.strategy.mean_loss(loss)
-        with self._report.timing("backward"), events.phase("backward"), core.strategy.accumulating(is_last=True):
-            (loss * scale).backward()  # type: ignore[no-untyped-call]  # untyped in torch
-        value = mean.wait()
-        update.set_mean(HostValue(torch.tensor(value)))
+        parts = self._parts(self._next_batch(self.gradient_accumulation_steps()))
+        self._update.began()
+        means = [self._pass(part, len(parts), is_last=index == len(parts) - 1) for index, part in enumerate(parts)]
+        value = sum(mean.wait() for mean in means) / len(means)
+        self._update.set_mean(HostValue(torch.tensor(value)))
         with self._report.timing("step"):
             self._take_model_step({})
         self.micro_steps += self.gradient_accumulation_steps()
@@ -90,6 +84,18 @@ class PipelineEngine(DeepSpeedEngine):
             self.monitor.write_events([("Train/Samples/train_loss", value, self.global_samples)])
         self._report.after_step(self, is_boundary=True)
         return self.agg_train_loss
+
+    def _pass(self, part: tuple[Any, Any], num_parts: int, *, is_last: bool) -> PendingNumber:
+        """Forward and backward of a part of the batch, which the loss is the mean of."""
+        core, scale = self._core, self._update.scaler.loss_scale
+        core.strategy.expect_scale(scale)
+        with self._report.timing("forward"), events.phase("forward"), core.strategy.accumulating(is_last=is_last):
+            loss = core.strategy.loss(core.model, part, self._loss_fn, loss_of)
+        self._loop.hooks.attach()
+        mean = core.strategy.mean_loss(loss)
+        with self._report.timing("backward"), events.phase("backward"), core.strategy.accumulating(is_last=is_last):
+            (loss * (scale / num_parts)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        return mean
 
     @torch.no_grad()
     def eval_batch(
@@ -112,16 +118,18 @@ class PipelineEngine(DeepSpeedEngine):
         self.eval()
         try:
             count = num_micro_batches or self.gradient_accumulation_steps()
-            batch = self._next_batch(count, data_iter)
-            logits = self._core.model(batch[0]) if return_logits or not compute_loss else None
+            pairs = self._next_batch(count, data_iter)
+            logits = self._outputs([inputs for inputs, _ in pairs]) if return_logits or not compute_loss else None
             if not compute_loss:
                 return (logits, logits) if return_logits else logits
-            loss = self._core.strategy.loss(self._core.model, batch, self._loss_fn, loss_of)
-            value = torch.tensor(self._core.strategy.mean_loss(loss).wait(), device=self.device)
+            strategy, model = self._core.strategy, self._core.model
+            losses = [strategy.loss(model, self._parts([pair])[0], self._loss_fn, loss_of) for pair in pairs]
+            value = strategy.mean_loss(torch.stack(losses).mean()).wait()
+            mean = torch.tensor(value, device=self.device)
         finally:
             self.train(was_training)
-        value = value * count if reduce_output == "sum" else value
-        return (value, logits) if return_logits else value
+        mean = mean * count if reduce_output == "sum" else mean
+        return (mean, logits) if return_logits else mean
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Where microbatches come from, again and again."""
@@ -161,7 +169,20 @@ class PipelineEngine(DeepSpeedEngine):
     def step(self, *args: Any, **kwargs: Any) -> None:
         raise PipelineError(_CALLED)
 
-    def _next_batch(self, count: int, data: Iterator[Any] | None = None) -> tuple[Any, Any]:
+    def _parts(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """What runs one after the other: a schedule of all microbatches, or, in one stage, each of them."""
+        if self.num_stages == 1:
+            return [((inputs,), targets) for inputs, targets in pairs]  # a tuple of inputs is one argument
+        return [(Microbatched(inputs for inputs, _ in pairs), Microbatched(targets for _, targets in pairs))]
+
+    def _outputs(self, inputs: list[Any]) -> Any:
+        """The model's outputs for all microbatches, joined."""
+        held = [one if self.num_stages == 1 else Microbatched((one,)) for one in inputs]
+        found = [self._core.model(one) for one in held]
+        return tree_map(lambda *parts: torch.cat(parts) if parts[0].dim() else torch.stack(parts), *found)
+
+    def _next_batch(self, count: int, data: Iterator[Any] | None = None) -> list[tuple[Any, Any]]:
+        """Microbatches of inputs and targets."""
         source = data if data is not None else self._data
         if source is None:
             raise InvalidArgument(
@@ -171,17 +192,12 @@ class PipelineEngine(DeepSpeedEngine):
         read = [self._batch_fn(one) if self._batch_fn is not None else one for one in itertools.islice(source, count)]
         if len(read) < count:
             raise StopIteration(f"the data ended after {len(read)} of {count} microbatches")
-        pairs = [(one[0], one[1]) for one in read]
-        if self.num_stages > 1 and not isinstance(pairs[0][0], Tensor):
-            raise FeatureNotAvailable(
-                f"the inputs of a microbatch are a {type(pairs[0][0]).__name__}, but one tensor enters a pipeline and"
-                " passes from stage to stage",
-                hint="join the inputs into one tensor in set_batch_fn(…), or make what can be computed from them, such"
-                " as a mask, in the layers",
-            )
-        joined = pairs[0] if count == 1 else tuple(_joined([pair[side] for pair in pairs]) for side in (0, 1))
-        inputs, targets = to_device(joined, self.device)
-        return inputs, targets
+        return [to_device((_given(one[0]), _given(one[1])), self.device) for one in read]
+
+
+def _given(value: Any) -> Any:
+    """A loader makes lists of tuples; layers and losses get tuples, as in DeepSpeed."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _loss_fn_of(model: PipelineModule) -> LossFn:
@@ -198,11 +214,6 @@ def _output_is_the_loss(outputs: Any, targets: Any) -> Tensor:
     )
     loss: Tensor = outputs.reshape(())
     return loss
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Microbatches of tensors, or tuples of tensors, as one batch."""
-    return tree_map(lambda *tensors: torch.cat(tensors) if isinstance(tensors[0], Tensor) else tensors[0], *parts)
 
 
 def make_pipeline_engine(
@@ -228,6 +239,7 @@ def make_pipeline_engine(
     inner = choose_optimizer(settings, model, optimizer, model_parameters)
     outer = MasterWeights(inner) if settings.dtype is not torch.float32 else inner
     core = parallelize(model, outer, _plan(model, settings), loss_fn=_loss_fn_of(model))
+    core.strategy.count_labels(LabelRule(is_uniform=True))  # a batch's loss is the mean of its microbatches'
     if isinstance(core.optimizer, MasterWeights):
         core.optimizer.make_masters(core.strategy.state_parts().like)
     return PipelineEngine(

@@ -193,8 +193,6 @@ class PipelineModule(nn.Module):
             partition_method, [_name(one) for one in self._layer_specs], counts, self.num_stages
         )
         self._local_start, self._local_stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]
-        for start in self.parts[1:-1]:
-            self._layers[start - 1].register_forward_hook(_require_tensor)
 
     def _build(self, seed_layers: bool, seed_fn: Callable[[int], None] | None, base_seed: int) -> list[nn.Module]:
         tied: dict[str, nn.Module] = {}
@@ -267,15 +265,6 @@ class PipelineModule(nn.Module):
             is_named = self._checkpointable is None or type(layer).__name__ in self._checkpointable
             if is_named and next(layer.parameters(), None) is not None:
                 _recompute_in_backward(self._layers[index], self._recompute)
-
-
-def _require_tensor(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """After the last layer of a stage: what is sent to the next one is a tensor."""
-    if not isinstance(output, torch.Tensor):
-        raise FeatureNotAvailable(
-            f"{type(layer).__name__} ends a stage and returns a {type(output).__name__}, but one tensor passes on",
-            hint="cut the stages elsewhere (partition_method), or join what passes into one tensor",
-        )
 
 
 def _recompute_in_backward(layer: nn.Module, function: Callable[..., Any] | None) -> None:

@@ -50,10 +50,19 @@ class EngineSaving:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything under `save_dir/tag`; every rank calls this. The tag is `global_step{N}` unless given."""
+        """Save everything under `save_dir/tag`; every rank calls this. The tag is `global_step{N}` unless given.
+
+        Without frozen parameters it is loaded with `load_module_strict=False`, into a model that has them.
+        """
+        exclude = frozen_names(self.module) if exclude_frozen_parameters else set()
         with self._as_held():
             return self._checkpoints.save(
-                self, save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest
+                self,
+                save_dir,
+                tag=tag,
+                client_state=client_state or {},
+                save_latest=save_latest,
+                exclude=exclude,
             )
 
     def load_checkpoint(

@@ -78,15 +78,17 @@ class TaggedCheckpoints:
         tag: str | int | None,
         client_state: Mapping[str, Any],
         save_latest: bool,
+        exclude: set[str],
     ) -> bool:
-        """Write `directory/tag`; the tag is the same on all ranks, or all raise."""
+        """Write `directory/tag` without what `exclude` names of the model; the tag is the same on all ranks,
+        or all raise."""
         name = self._agreed_tag(str(tag) if tag is not None else f"global_step{engine.global_steps}")
         place = Path(directory) / name
         with fail_together("save the checkpoint", world_group()):
             if process_group.rank() == 0:
                 place.mkdir(parents=True, exist_ok=True)
         with _checkpoints_of(self._core) as checkpoints:
-            checkpoints.save(place)
+            checkpoints.save(place, leave_out=exclude)
         with fail_together("save the checkpoint", world_group()):
             if process_group.rank() == 0 or self._settings.stage == 3:
                 _write(place / _STATE.format(rank=process_group.rank()), self._engine_state(engine, client_state))

@@ -286,13 +286,14 @@ def plain(name: str) -> str:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Where the parameters of a module stand that no wrapper inside it holds: module and name there."""
+    """Where the parameters of a module stand that no wrapper holds, inside it or itself one: module and name there."""
+    if isinstance(module, FairscaleFsdp):
+        return
     for name, param in module._parameters.items():
         if param is not None:
             yield module, name, param
     for child in module.children():
-        if not isinstance(child, FairscaleFsdp):
-            yield from _places(child)
+        yield from _places(child)
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
