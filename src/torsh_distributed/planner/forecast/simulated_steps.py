@@ -6,8 +6,10 @@ slowest of each group decides when the group goes on; 10,000 ranks are arrays of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from torsh_distributed.parallel.mesh.layout import MESH_ORDER
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.machine.step_time import StepPhases
+
+if TYPE_CHECKING:
+    from torsh_distributed.parallel.pipeline.schedule import Kind, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,11 @@ class _Ranks:
         self.waited[name] = self.waited.get(name, 0.0) + float((last - clock).sum())
         return np.broadcast_to(last + seconds, clock.shape)
 
+    def receive(self, clock: np.ndarray, arrived: np.ndarray) -> np.ndarray:
+        """A stage waits for what another one sends."""
+        self.waited["stages"] = self.waited.get("stages", 0.0) + float(np.maximum(arrived - clock, 0).sum())
+        return np.maximum(clock, arrived)
+
 
 def simulate_steps(
     phases: StepPhases, plan: Plan, *, spreads: Spreads, num_steps: int = 10, seed: int = 0
@@ -112,46 +122,50 @@ def _one_step(ranks: _Ranks, phases: StepPhases, plan: Plan) -> float:
 def _pipelined(ranks: _Ranks, clock: np.ndarray, phases: StepPhases, config: PipelineConfig, pp: int) -> np.ndarray:
     """One pass: all microbatches through all stages, in the order of the schedule."""
     if pp == 1:
-        clock = _segments(ranks, clock, ranks.speed, phases, 0, "forward")
-        return _segments(ranks, clock, ranks.speed, phases, 0, "backward")
+        clock = _segments(ranks, clock, ranks.speed, phases, 0, "F")
+        return _segments(ranks, clock, ranks.speed, phases, 0, "B")
     from torsh_distributed.parallel.pipeline.schedule import planned_order
 
-    place = MESH_ORDER.index("pp")
-    order = {rank: [one for group in groups for one in group] for rank, groups in planned_order(config, pp).items()}
-    last_stage = pp * config.stages_per_rank - 1
+    place, per_rank = MESH_ORDER.index("pp"), config.stages_per_rank
     clocks = {rank: clock.take([rank], axis=place) for rank in range(pp)}
     speeds = {rank: ranks.speed.take([rank], axis=place) for rank in range(pp)}
-    ends: dict[tuple[int, str, int], np.ndarray] = {}
-    left = {rank: iter(steps) for rank, steps in order.items()}
-    waiting = {rank: next(steps) for rank, steps in left.items()}
-    while waiting:
-        for rank in list(waiting):
-            while rank in waiting:
-                stage, kind, number = waiting[rank]
-                source = _source(stage, kind, number, last_stage)
-                if source is not None and source not in ends:
+    ends: dict[Step, np.ndarray] = {}
+    left = {rank: deque(groups) for rank, groups in planned_order(config, pp).items()}
+    while any(left.values()):
+        for rank, groups in left.items():
+            while groups:
+                sources = [_source(step, pp * per_rank - 1) for step in groups[0]]
+                if any(source is not None and source not in ends for source in sources):
                     break
-                now = clocks[rank]
-                if source is not None:
-                    arrived = ends[source] + phases.send_s
-                    ranks.waited["stages"] = ranks.waited.get("stages", 0.0) + float(np.maximum(arrived - now, 0).sum())
-                    now = np.maximum(now, arrived)
-                name = "forward" if kind == "F" else "backward"
-                clocks[rank] = _segments(ranks, now, speeds[rank], phases, rank, name, share=config.stages_per_rank)
-                ends[stage, "F" if kind == "F" else "B", number] = clocks[rank]
-                following = next(left[rank], None)
-                if following is None:
-                    del waiting[rank]
-                else:
-                    waiting[rank] = following
+                # Actions that a schedule pairs run one after the other, and send what they made when both are done.
+                group, now = groups.popleft(), clocks[rank]
+                for source, (stage, kind, _) in zip(sources, group, strict=True):
+                    now = now if source is None else ranks.receive(now, ends[source] + phases.send_s)
+                    share = _share(stage, kind) / per_rank
+                    now = _segments(ranks, now, speeds[rank], phases, rank, kind, share=share)
+                clocks[rank] = now
+                ends |= {
+                    (stage, "F" if kind == "F" else "B", number): now for stage, kind, number in group if kind != "W"
+                }
     return np.concatenate([clocks[rank] for rank in range(pp)], axis=place)
 
 
-def _source(stage: int, kind: str, number: int, last_stage: int) -> tuple[int, str, int] | None:
+def _source(step: Step, last_stage: int) -> Step | None:
     """What an action of another stage must have ended."""
+    stage, kind, number = step
     if kind == "F":
         return None if stage == 0 else (stage - 1, "F", number)
-    return None if stage == last_stage else (stage + 1, "B", number)
+    return None if stage == last_stage or kind == "W" else (stage + 1, "B", number)
+
+
+def _share(stage: int, kind: Kind) -> float:
+    """How much of a stage's forward or backward an action is: half of backward is for weights, half for inputs.
+
+    The first stage has no gradients of inputs to send: all of its backward is at "W".
+    """
+    if stage == 0 and kind in "IW":
+        return 0.0 if kind == "I" else 1.0
+    return 0.5 if kind in "IW" else 1.0
 
 
 def _segments(
@@ -160,16 +174,16 @@ def _segments(
     speed: np.ndarray,
     phases: StepPhases,
     rank: int,
-    name: str,
+    kind: Kind,
     *,
-    share: int = 1,
+    share: float = 1.0,
 ) -> np.ndarray:
-    """The blocks of a stage in one direction: each computes, then its ranks meet where layers or pieces are split."""
+    """A share of a rank's blocks in one direction: each computes; ranks meet where layers or pieces are split."""
     stage = phases.stages[rank]
     # Where nobody is met in between, all blocks are one phase.
-    count = max(1, round(stage.num_blocks / share)) if phases.block_axes else 1
-    compute = (stage.forward_s if name == "forward" else stage.backward_s) / share / count
-    between = (stage.forward_waits_s if name == "forward" else stage.backward_waits_s) / share / count
+    count = max(1, round(stage.num_blocks * share)) if phases.block_axes else 1
+    compute = (stage.forward_s if kind == "F" else stage.backward_s) * share / count
+    between = (stage.forward_waits_s if kind == "F" else stage.backward_waits_s) * share / count
     for _ in range(count):
         clock = ranks.compute(clock, compute, speed)
         if phases.block_axes:
