@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.machine.step_time import StepPhases
 
 if TYPE_CHECKING:
-    from torsh_distributed.parallel.pipeline.schedule import Kind, Step
+    from torsh_distributed.parallel.pipeline.schedule import ActionKind, Kind, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,23 @@ class SimulatedSteps:
         return self.mean_s / self.alike_s
 
 
-class _Ranks:
+Doing = tuple[int | None, "ActionKind", int]
+"""The place along pp (None: all of them), the kind of action and the microbatch."""
+
+
+class StepObserver(Protocol):
+    """Sees what ranks do in a step, as `step_picture` draws it."""
+
+    def add(self, rank: int | None, kind: ActionKind, microbatch: int, start: np.ndarray, end: np.ndarray) -> None:
+        """An action of all ranks at one place along pp, or of all ranks (None), from their clocks to their clocks."""
+
+
+class SimulatedClocks:
     """The clocks of all ranks, as an array with an axis for each of the mesh."""
 
-    def __init__(self, plan: Plan, spreads: Spreads, seed: int) -> None:
+    def __init__(self, plan: Plan, spreads: Spreads, seed: int, record: StepObserver | None = None) -> None:
         self.shape = tuple(getattr(plan.mesh, axis) for axis in MESH_ORDER)
+        self.record = record
         self.random = np.random.default_rng(seed)
         self.spreads = spreads
         self.speed = self._drawn(spreads.ranks, self.shape)
@@ -71,6 +83,8 @@ class _Ranks:
             slow = self.random.random(self.shape) < spreads.slow_ranks
             self.speed = np.where(slow, self.speed * spreads.slow_by, self.speed)
         self.waited: dict[str, float] = {}
+        self.computed = np.zeros(self.shape)
+        """Seconds that each rank has computed."""
 
     def _drawn(self, spread: float, shape: tuple[int, ...]) -> np.ndarray:
         """Factors with mean 1: durations are above 0 and have a long tail, so their logarithms are normal."""
@@ -79,17 +93,26 @@ class _Ranks:
         sigma = np.sqrt(np.log1p(spread**2))
         return self.random.lognormal(-(sigma**2) / 2, sigma, shape)
 
-    def compute(self, clock: np.ndarray, seconds: float, speed: np.ndarray) -> np.ndarray:
+    def compute(self, clock: np.ndarray, seconds: float, speed: np.ndarray, done: Doing) -> np.ndarray:
         """Every rank computes by itself."""
         moved: np.ndarray = clock + seconds * speed * self._drawn(self.spreads.phases, clock.shape)
+        at = slice(None) if done[0] is None else slice(done[0], done[0] + 1)
+        self.computed[:, at] += moved - clock
+        if self.record is not None:
+            self.record.add(*done, clock, moved)
         return moved
 
-    def meet(self, clock: np.ndarray, axes: Sequence[str], seconds: float, name: str) -> np.ndarray:
+    def meet(
+        self, clock: np.ndarray, axes: Sequence[str], seconds: float, name: str, rank: int | None = None
+    ) -> np.ndarray:
         """Ranks that differ only along `axes` wait for each other and communicate."""
         along = tuple(MESH_ORDER.index(axis) for axis in axes)
         last = clock.max(axis=along, keepdims=True) if along else clock
         self.waited[name] = self.waited.get(name, 0.0) + float((last - clock).sum())
-        return np.broadcast_to(last + seconds, clock.shape)
+        last = np.broadcast_to(last, clock.shape)
+        if self.record is not None and seconds > 0:
+            self.record.add(rank, "C", 0, last, last + seconds)
+        return last + seconds
 
     def receive(self, clock: np.ndarray, arrived: np.ndarray) -> np.ndarray:
         """A stage waits for what another one sends."""
@@ -101,29 +124,38 @@ def simulate_steps(
     phases: StepPhases, plan: Plan, *, spreads: Spreads, num_steps: int = 10, seed: int = 0
 ) -> SimulatedSteps:
     """Some steps of all ranks of a plan that is resolved for its world; the same `seed` gives the same numbers."""
-    ranks = _Ranks(plan, spreads, seed)
-    taken = [_one_step(ranks, phases, plan) for _ in range(num_steps)]
-    alike = _one_step(_Ranks(plan, Spreads(), seed), phases, plan)
+    ranks = SimulatedClocks(plan, spreads, seed)
+    taken = [run_step(ranks, phases, plan)[0] for _ in range(num_steps)]
+    alike, _ = run_step(SimulatedClocks(plan, Spreads(), seed), phases, plan)
     total = sum(taken) * float(np.prod(ranks.shape))
     waited = {name: seconds / total for name, seconds in ranks.waited.items()}
     return SimulatedSteps(tuple(taken), alike, waited, int(np.prod(ranks.shape)))
 
 
-def _one_step(ranks: _Ranks, phases: StepPhases, plan: Plan) -> float:
+def run_step(ranks: SimulatedClocks, phases: StepPhases, plan: Plan) -> tuple[float, np.ndarray]:
+    """One step of all ranks: its seconds, and when each rank had its gradients."""
     clock = np.zeros(ranks.shape)
-    for _ in range(plan.training.gradient_accumulation):
-        clock = _pipelined(ranks, clock, phases, plan.pipeline, plan.mesh.pp)
+    for number in range(plan.training.gradient_accumulation):
+        clock = _one_pass(ranks, clock, phases, plan, number)
+    ready = clock
     clock = ranks.meet(clock, phases.averaging_axes, phases.averaging_s, "averaging of gradients")
-    clock = ranks.compute(clock, phases.update_s, ranks.speed)
+    clock = ranks.compute(clock, phases.update_s, ranks.speed, (None, "U", 0))
     # The next step begins with the norm of all gradients and the agreed loss: all ranks meet.
-    return float(ranks.meet(clock, MESH_ORDER, 0.0, "end of the step").max())
+    return float(ranks.meet(clock, MESH_ORDER, 0.0, "end of the step").max()), ready
 
 
-def _pipelined(ranks: _Ranks, clock: np.ndarray, phases: StepPhases, config: PipelineConfig, pp: int) -> np.ndarray:
-    """One pass: all microbatches through all stages, in the order of the schedule."""
-    if pp == 1:
-        clock = _segments(ranks, clock, ranks.speed, phases, 0, "F")
-        return _segments(ranks, clock, ranks.speed, phases, 0, "B")
+def _one_pass(ranks: SimulatedClocks, clock: np.ndarray, phases: StepPhases, plan: Plan, number: int) -> np.ndarray:
+    """Forward and backward of all microbatches of an accumulated pass."""
+    if plan.mesh.pp > 1:
+        return _pipelined(ranks, clock, phases, plan.pipeline, plan.mesh.pp, number * plan.pipeline.num_microbatches)
+    clock = _segments(ranks, clock, ranks.speed, phases, (0, "F", number))
+    return _segments(ranks, clock, ranks.speed, phases, (0, "B", number))
+
+
+def _pipelined(
+    ranks: SimulatedClocks, clock: np.ndarray, phases: StepPhases, config: PipelineConfig, pp: int, first: int
+) -> np.ndarray:
+    """All microbatches through all stages, in the order of the schedule; they are counted from `first`."""
     from torsh_distributed.parallel.pipeline.schedule import planned_order
 
     place, per_rank = MESH_ORDER.index("pp"), config.stages_per_rank
@@ -139,10 +171,10 @@ def _pipelined(ranks: _Ranks, clock: np.ndarray, phases: StepPhases, config: Pip
                     break
                 # Actions that a schedule pairs run one after the other, and send what they made when both are done.
                 group, now = groups.popleft(), clocks[rank]
-                for source, (stage, kind, _) in zip(sources, group, strict=True):
+                for source, (stage, kind, number) in zip(sources, group, strict=True):
                     now = now if source is None else ranks.receive(now, ends[source] + phases.send_s)
                     share = _share(stage, kind) / per_rank
-                    now = _segments(ranks, now, speeds[rank], phases, rank, kind, share=share)
+                    now = _segments(ranks, now, speeds[rank], phases, (rank, kind, first + number), share=share)
                 clocks[rank] = now
                 ends |= {
                     (stage, "F" if kind == "F" else "B", number): now for stage, kind, number in group if kind != "W"
@@ -169,23 +201,17 @@ def _share(stage: int, kind: Kind) -> float:
 
 
 def _segments(
-    ranks: _Ranks,
-    clock: np.ndarray,
-    speed: np.ndarray,
-    phases: StepPhases,
-    rank: int,
-    kind: Kind,
-    *,
-    share: float = 1.0,
+    ranks: SimulatedClocks, clock: np.ndarray, speed: np.ndarray, phases: StepPhases, done: Doing, *, share: float = 1.0
 ) -> np.ndarray:
     """A share of a rank's blocks in one direction: each computes; ranks meet where layers or pieces are split."""
-    stage = phases.stages[rank]
+    rank, kind, _ = done
+    stage = phases.stages[rank or 0]
     # Where nobody is met in between, all blocks are one phase.
     count = max(1, round(stage.num_blocks * share)) if phases.block_axes else 1
     compute = (stage.forward_s if kind == "F" else stage.backward_s) * share / count
     between = (stage.forward_waits_s if kind == "F" else stage.backward_waits_s) * share / count
     for _ in range(count):
-        clock = ranks.compute(clock, compute, speed)
+        clock = ranks.compute(clock, compute, speed, done)
         if phases.block_axes:
-            clock = ranks.meet(clock, phases.block_axes, between, "blocks")
+            clock = ranks.meet(clock, phases.block_axes, between, "blocks", rank)
     return clock
