@@ -94,5 +94,5 @@ def test_a_model_larger_than_this_machine_takes_no_memory_and_gets_the_nearest_p
         app, ["fit", "vast_model:build", "--memory", "80GB", "--gpus", "8"], env={"COLUMNS": "200"}
     )
     assert shown.exit_code == 1
-    assert "1.1e+03 billion parameters" in shown.output
+    assert "1.1 trillion parameters" in shown.output
     assert "no change of the plan is enough on these devices; nearest" in shown.output

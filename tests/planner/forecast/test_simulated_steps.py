@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.planner.live_memory import char_gpt
+from torsh_distributed.parallel.pipeline import compute_timeline
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.forecast.simulated_steps import SimulatedSteps, Spreads, simulate_steps
 from torsh_distributed.planner.machine.machine_profile import machine_named
@@ -44,6 +45,19 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_its_schedule() -> None:
     plan = Plan(dp=1, pp=4, training={"batch_size": 8}, pipeline={"num_microbatches": 8}).resolve(4)
     found = simulate_steps(phases, plan, spreads=Spreads(), num_steps=1)
     assert found.mean_s == pytest.approx((8 + 4 - 1) * 3.0)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["gpipe", "interleaved_one_f_one_b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"],
+)
+def test_equal_stages_take_what_each_schedule_takes(schedule: str) -> None:
+    per_rank = 1 if schedule == "gpipe" else 2
+    pipeline = {"num_microbatches": 8, "schedule": schedule, "stages_per_rank": per_rank}
+    plan = Plan(dp=1, pp=4, training={"batch_size": 8}, pipeline=pipeline).resolve(4)
+    phases = StepPhases((StagePhases(per_rank, 0.0, 2.0 * per_rank, 0.0, num_blocks=2),) * 4, (), 0.0, (), 0.0, 0.0)
+    found = simulate_steps(phases, plan, spreads=Spreads(), num_steps=1)
+    assert found.mean_s == pytest.approx(compute_timeline(plan.pipeline, 4).span)
 
 
 def simple(num_ranks: int, spreads: Spreads, seed: int = 0) -> SimulatedSteps:

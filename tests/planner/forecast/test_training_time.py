@@ -27,7 +27,15 @@ def test_no_other_checkpoint_period_has_a_better_goodput_than_the_chosen_one() -
     assert goodput(None) == pytest.approx(goodput(best))
     assert all(goodput(None) >= goodput(best * factor) for factor in (0.3, 0.9, 1.1, 3.0))
     # Of 10,000 s between failures: 632 s between saves, so 16 × 20 s saving, half a period and 300 s lost.
-    assert 1 / goodput(None) == pytest.approx(1 + 20 / best + (best / 2 + 300) / 1e4)
+    assert 1 / goodput(None) == pytest.approx(1 + 20 / best + (best / 2 + 300) / 1e4, rel=0.006)
+
+
+def test_failures_without_end_leave_nothing_and_none_leave_all_but_the_saving() -> None:
+    def goodput(mtbf_s: float) -> float:
+        return FailureRates(device_mtbf_s=mtbf_s, recovery_s=300, save_s=20, save_every_s=180).goodput(1)
+
+    assert goodput(0.1) == pytest.approx(0.0)
+    assert goodput(1e12) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30d", 2592000), ("12h", 43200), ("1.5min", 90), ("45s", 45)])

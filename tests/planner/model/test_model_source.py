@@ -13,6 +13,7 @@ from torsh_distributed.planner.model.profiling import profile_model
 
 SCRIPT = """
 import torch
+from torch import nn
 from torsh_distributed.train.demos.gpt import CharGPT
 
 
@@ -22,13 +23,48 @@ def build():
 
 def with_example():
     return CharGPT(65), (torch.zeros(1, 16, dtype=torch.int64),)
+
+
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.table, self.head = nn.Embedding(100, 16), nn.Linear(16, 100, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def reads_values():
+    return Tied()
+
+
+def on_a_gpu():
+    return CharGPT(65).to("meta").to("cpu")
+
+
+def fails():
+    raise RuntimeError("no file weights.pt")
+
+
+def of_size(size):
+    return nn.Linear(size, size)
+
+
+SIZE = 3
 """
+
+ENDS = "raise SystemExit(2)"
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's."""
     (tmp_path / "my_planned_script.py").write_text(SCRIPT)
+    (tmp_path / "my_ending_script.py").write_text(ENDS)
     monkeypatch.chdir(tmp_path)
     return "my_planned_script"
 
@@ -42,6 +78,14 @@ def test_a_function_may_give_an_example(script: str) -> None:
     assert profile_model(found.model, example=found.example).tokens_per_sample == 16
 
 
+def test_a_model_that_reads_values_while_it_is_built_gets_no_memory_either(script: str) -> None:
+    model = find_model(f"{script}:reads_values").model
+    assert all(param.is_meta for param in model.parameters())
+    assert model.rates == pytest.approx([0.0, 0.05, 0.1])
+    assert model.head.weight is model.table.weight
+    assert profile_model(model).all_params.numel() == 1600
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -49,6 +93,12 @@ def test_a_function_may_give_an_example(script: str) -> None:
         ("no_such_module:build", "No module named 'no_such_module'"),
         ("my_planned_script:bulid", r"has no function bulid(.|\n)*did you mean build\?"),
         ("builtins:dict", "it returns a dict, not a model"),
+        ("my_planned_script:xyz", r"has no function xyz(.|\n)*it has .*build, with_example"),
+        ("my_planned_script:SIZE", "SIZE of my_planned_script is of type int, not a function"),
+        ("my_planned_script:fails", r"RuntimeError: no file weights\.pt, in line \d+ of my_planned_script\.py"),
+        ("my_planned_script:of_size", "TypeError: of_size\\(\\) missing 1 required positional argument"),
+        ("my_planned_script:on_a_gpu", "Cannot copy out of meta tensor"),
+        ("my_ending_script:build", "cannot be imported: SystemExit: 2"),
     ],
 )
 def test_a_wrong_function_is_refused(script: str, name: str, message: str) -> None:

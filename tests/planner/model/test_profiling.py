@@ -220,3 +220,14 @@ def test_a_forward_that_refuses_the_inputs_that_were_made_is_a_sentence_with_the
 
     with pytest.raises(InvalidArgument, match=r"Picky does not run on values 8: RuntimeError(.|\n)*module:function"):
         profile_model(Picky())
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="has no parameter that is trained"):
+        profile_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False))
+
+
+def test_inputs_that_do_not_fit_are_told_without_a_log_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidArgument, match="does not run on input 9"):
+        profile_model(nn.Linear(8, 8), example=(torch.zeros(1, 9),))
+    assert capfd.readouterr().err == ""

@@ -11,7 +11,8 @@ import typer
 
 from torsh_distributed.cli.plan.auto_command import auto
 from torsh_distributed.cli.plan.fit_command import fit
-from torsh_distributed.cli.plan.time_command import simulate, time
+from torsh_distributed.cli.plan.simulate_command import simulate
+from torsh_distributed.cli.plan.time_command import time
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 

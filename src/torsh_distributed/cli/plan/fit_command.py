@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torsh_distributed.planner.memory.closing_the_gap import MemoryQuestion
     from torsh_distributed.planner.memory.memory_table import MemoryTable
     from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
+    from torsh_distributed.planner.model.model_profile import ModelProfile
 
 GB = 1e9
 ASSUMED_OPTIMIZER = "AdamW"
@@ -104,11 +105,9 @@ def fit(
     question = MemoryQuestion(profile, known, world, limit * (1 - reserve))
     table = question.table(resolved)
     console = Console()
-    params = profile.all_params
     console.print(
-        f"{profile.name}: {params.numel() / 1e9:,.3g} billion parameters in {profile.num_blocks} blocks"
-        f" ({len(profile.blocks)} distinct), {profile.tokens_per_sample} tokens a sample; loss: {profile.loss_note};"
-        f" {told}; {resolved.mesh.equation} ranks, {table.num_samples} samples in a microbatch",
+        f"{profile.name}: {_in_words(profile)}; loss: {profile.loss_note}; {told}; {resolved.mesh.equation}"
+        f" rank{'s' if world > 1 else ''}, {table.num_samples} samples in a microbatch",
         highlight=False,
         soft_wrap=True,
     )
@@ -117,6 +116,16 @@ def fit(
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if table.peak_bytes > question.limit_bytes:
         raise typer.Exit(1)
+
+
+def _in_words(profile: ModelProfile) -> str:
+    """The size of a model, with what it has of blocks and tokens."""
+    numel = profile.all_params.numel()
+    sizes = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
+    scale, unit = next((one for one in sizes if numel >= one[0]), (1.0, ""))
+    blocks = f" in {profile.num_blocks} blocks ({len(profile.blocks)} distinct)" if profile.num_blocks else ""
+    tokens = f", {profile.tokens_per_sample} tokens a sample" if profile.tokens_per_sample > 1 else ""
+    return f"{numel / scale:.3g} {unit}parameters{blocks}{tokens}"
 
 
 def counted_optimizer(given: str | None) -> tuple[OptimizerProfile, str]:

@@ -1,4 +1,4 @@
-"""`torsh plan time` and `torsh plan simulate`: how long a training takes and costs, and what slow ranks do to it."""
+"""`torsh plan time`: how long a training takes and what it costs, with the best plan for each number of GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torsh_distributed.cli.plan.fit_command import (
-    ASSUMED_OPTIMIZER,
     Assignments,
     ModelName,
     OptimizerName,
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
 
     from torsh_distributed.planner.forecast.training_time import FailureRates, TrainingTime
     from torsh_distributed.planner.machine.machine_profile import MachineProfile
-    from torsh_distributed.planner.machine.step_time import StepPredictor
 
 MachineName = Annotated[
     str | None,
     typer.Option("--machine", metavar="NAME", help="h100, a100-80gb, … or a .toml file; else this machine, measured."),
 ]
+Mtbf = Annotated[str | None, typer.Option(help="Mean time between failures of one GPU with its node: 2000d.")]
+Recovery = Annotated[str, typer.Option(help="From a failure to the next step; with --mtbf.")]
+Save = Annotated[str, typer.Option(help="What one checkpoint holds training up for; with --mtbf.")]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")]
 
 
@@ -45,11 +46,9 @@ def time(
     optimizer: OptimizerName = None,
     deadline: Annotated[str | None, typer.Option(help="When it must be done: 30d, 12h.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in your currency.")] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(help="Mean time between failures of one GPU with its node: 2000d.")
-    ] = None,
-    recovery: Annotated[str, typer.Option(help="From a failure to the next step; with --mtbf.")] = "5min",
-    save: Annotated[str, typer.Option(help="What one checkpoint holds training up for; with --mtbf.")] = "10s",
+    mtbf: Mtbf = None,
+    recovery: Recovery = "5min",
+    save: Save = "10s",
     assignments: Assignments = None,
 ) -> None:
     """Predict how long a number of tokens takes and what it costs, with the best plan for each number of GPUs.
@@ -62,15 +61,11 @@ def time(
         base = base.replace(training={"batch_size": batch})
     from rich.console import Console
 
-    from torsh_distributed.planner.forecast.training_time import FailureRates, count_of, seconds_of
+    from torsh_distributed.planner.forecast.training_time import count_of, seconds_of
     from torsh_distributed.planner.model.model_source import find_model
 
     wanted, limit_s = count_of(tokens), None if deadline is None else seconds_of(deadline)
-    failures = None
-    if mtbf is not None:
-        failures = FailureRates(
-            device_mtbf_s=seconds_of(mtbf), recovery_s=seconds_of(recovery), save_s=seconds_of(save)
-        )
+    failures = failure_rates(mtbf, recovery, save)
     found = find_model(model)
     question = _TimeQuestion(found.model, found.example, base, machine, optimizer, sequence, failures, price)
     console = Console()
@@ -121,7 +116,7 @@ class _TimeQuestion:
         ranking = ranked_plans(
             self.model,  # type: ignore[arg-type]  # a module: the command line imports torch late
             world_size=count,
-            machine=_machine(self.machine, count),
+            machine=machine_or_this(self.machine, count),
             base=self.base,
             optimizer=counted_optimizer(self.optimizer)[0].name,
             sequence=self.sequence,
@@ -146,7 +141,17 @@ class _TimeQuestion:
         )
 
 
-def _machine(name: str | None, count: int) -> MachineProfile:
+def failure_rates(mtbf: str | None, recovery: str, save: str) -> FailureRates | None:
+    """What the user says of failures; None without a time between them."""
+    from torsh_distributed.planner.forecast.training_time import FailureRates, seconds_of
+
+    if mtbf is None:
+        return None
+    return FailureRates(device_mtbf_s=seconds_of(mtbf), recovery_s=seconds_of(recovery), save_s=seconds_of(save))
+
+
+def machine_or_this(name: str | None, count: int) -> MachineProfile:
+    """The machine of a description, or this one with so many ranks."""
     from torsh_distributed.planner.machine.machine_profile import machine_named
     from torsh_distributed.planner.machine.this_machine import this_machine
 
@@ -177,60 +182,3 @@ def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, li
         )
     console.print(table, highlight=False)
     console.print("estimates; scaling is against the first row", highlight=False)
-
-
-def simulate(
-    model: ModelName,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks; the plan must be for so many.")] = 1,
-    machine: MachineName = None,
-    plan: PlanOption = None,
-    sequence: Sequence = None,
-    spread: Annotated[float, typer.Option(min=0, max=2, help="Of a phase, as a share: 0.03.")] = 0.0,
-    rank_spread: Annotated[float, typer.Option(min=0, max=2, help="Between ranks, for the whole job.")] = 0.0,
-    slow: Annotated[float, typer.Option(min=0, max=1, help="Share of the ranks that are stragglers.")] = 0.0,
-    slow_by: Annotated[float, typer.Option(min=1, help="How many times slower those compute.")] = 2.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to draw.")] = 10,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same steps.")] = 0,
-    assignments: Assignments = None,
-) -> None:
-    """Draw steps of many ranks that are not equally fast: what waiting for the slowest of each group costs.
-
-    Durations come from the predicted step; spreads are yours, such as those that `torsh bench machine` shows. No rank
-    is started.
-    """
-    chosen = Plan.compose(plan, environ=os.environ, command_line=assignments or ())
-    chosen.validate(ranks)
-    from rich.console import Console
-
-    from torsh_distributed.planner.forecast.simulated_steps import Spreads, simulate_steps
-
-    resolved = chosen.resolve(ranks)
-    predictor = _predictor(model, resolved, _machine(machine, ranks), sequence)
-    spreads = Spreads(ranks=rank_spread, phases=spread, slow_ranks=slow, slow_by=slow_by)
-    found = simulate_steps(predictor.phases(resolved), resolved, spreads=spreads, num_steps=steps, seed=seed)
-    console = Console()
-    told = (
-        f"{found.num_ranks:,} ranks, {resolved.mesh.equation}: {found.mean_s * 1e3:,.1f} ms a step"
-        f" ({min(found.steps_s) * 1e3:,.1f} to {max(found.steps_s) * 1e3:,.1f}),"
-        f" {found.slowdown:.2f} times that of ranks that are all alike, {found.alike_s * 1e3:,.1f} ms"
-    )
-    waited = sorted(found.waited.items(), key=lambda one: -one[1])
-    lines = [
-        told,
-        *(f"  {share:6.1%} of the ranks' time waiting: {name}" for name, share in waited),
-    ]
-    notes = predictor.step_time(resolved).not_measured
-    lines += [f"not measured: {', '.join(notes)}"] if notes else []
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _predictor(name: str, plan: Plan, machine: MachineProfile, sequence: int | None) -> StepPredictor:
-    from torsh_distributed.planner.machine.step_time import StepPredictor
-    from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
-    from torsh_distributed.planner.model.model_source import find_model
-    from torsh_distributed.planner.model.profiling import profile_model
-
-    found = find_model(name)
-    profile = profile_model(found.model, plan, sequence=sequence, example=found.example)
-    return StepPredictor(profile, machine, optimizer_named(ASSUMED_OPTIMIZER))

@@ -29,6 +29,9 @@ V_SHAPED = ("zbv_zero_bubble", "dual_pipe_v")
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; and the halves of backward: gradients of the input (I), gradients of the weights (W)."""
 
+ActionKind = Literal["F", "B", "I", "W", "C", "U"]
+"""What is drawn of a step: besides, communication that no computation hides (C), and the update (U)."""
+
 Step = tuple[int, Kind, int]
 """Stage, kind of action, microbatch."""
 
@@ -42,7 +45,7 @@ class Action:
 
     rank: int
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     start: float
     end: float
@@ -54,6 +57,10 @@ class Timeline:
 
     actions: tuple[Action, ...]
     num_ranks: int
+    row_names: tuple[str, ...] = ()
+    """What the ranks are called where they are drawn; left out, by their number."""
+    idle_name: str = "bubble"
+    """What the time without actions is called."""
 
     @property
     def span(self) -> float:

@@ -34,13 +34,14 @@ class FailureRates:
         return math.sqrt(2 * self.save_s * self.job_mtbf_s(num_devices))
 
     def goodput(self, num_devices: int) -> float:
-        """The share of the time in which a job makes progress.
+        """The share of the time in which a job makes progress that it keeps.
 
-        Each period has one save; each failure loses half a period on average, and the recovery.
+        Failures come at any time, also during a recovery, and lose what was done since the last whole checkpoint. The
+        expected number of whole periods between two of them is a geometric sum.
         """
         period, mtbf = self.period_s(num_devices), self.job_mtbf_s(num_devices)
-        saving = self.save_s / period if period else 0.0
-        return 1.0 / (1.0 + saving + (period / 2 + self.recovery_s) / mtbf)
+        per_failure = math.exp(-self.recovery_s / mtbf) / math.expm1(min(700.0, (period + self.save_s) / mtbf))
+        return per_failure * period / mtbf
 
 
 @dataclass(frozen=True, kw_only=True)

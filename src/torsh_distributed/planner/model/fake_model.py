@@ -5,6 +5,7 @@ Not on the meta device: its attention falls back to scores of length × length, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,9 @@ def fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
             made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
         return made[id(tensor)]
 
+    # Shapes that do not go together are told by whoever catches the error; torch logs them with a traceback.
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, log.disabled = log.disabled, True
     try:
         with mode:
             for module, _, params, buffers in before:
@@ -43,6 +47,7 @@ def fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
                 module._buffers.update({name: stand_in(one) for name, one in buffers.items() if one is not None})
             yield mode
     finally:
+        log.disabled = was_disabled
         for module, attributes, params, buffers in before:
             for name in set(vars(module)) - set(attributes):
                 del vars(module)[name]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, first_line
 from torsh_distributed.plan.problems import did_you_mean
@@ -41,22 +46,11 @@ def _from_function(where: str) -> FoundModel:
     module_name, _, name = where.partition(":")
     if not module_name or not name:
         raise ConfigurationError(f"{where}: not of the form module:function", hint="such as train:build_model")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{where}: {error}", hint="run it in the folder of the module, or name a module that is installed"
-        ) from error
-    finally:
-        sys.path.remove(here)
+    module = _imported(module_name, where)
     function = getattr(module, name, None)
     if not callable(function):
-        near = did_you_mean(name, [one for one in vars(module) if not one.startswith("_")])
-        raise ConfigurationError(f"{where}: {module_name} has no function {name}", hint=near or None)
-    with torch.device("meta"):
-        made: Any = function()
+        raise ConfigurationError(f"{where}: {_not_a_function(module, name)}", hint=_functions_of(module, name))
+    made = _built_by(function, module, where)
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
@@ -64,6 +58,89 @@ def _from_function(where: str) -> FoundModel:
             hint="return an nn.Module, or (model, example inputs)",
         )
     return FoundModel(model, example)
+
+
+def _imported(module_name: str, where: str) -> ModuleType:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{where}: {error}", hint="run it in the folder of the module, or name a module that is installed"
+        ) from error
+    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+        raise ConfigurationError(
+            f"{where}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)}",
+            hint='keep what trains or reads arguments under if __name__ == "__main__"',
+        ) from error
+    finally:
+        sys.path.remove(here)
+
+
+def _not_a_function(module: ModuleType, name: str) -> str:
+    if not hasattr(module, name):
+        return f"{module.__name__} has no function {name}"
+    kind = type(getattr(module, name)).__name__
+    return f"{name} of {module.__name__} is of type {kind}, not a function that builds the model"
+
+
+def _functions_of(module: ModuleType, name: str) -> str:
+    own = [
+        one
+        for one, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+    found = f"it has {', '.join(own[:8])}" if own else "write one that returns the model, or (model, example inputs)"
+    return did_you_mean(name, own) or found
+
+
+def _built_by(function: Callable[[], object], module: ModuleType, where: str) -> object:
+    """What a function of the user's returns, its model without memory.
+
+    On the meta device nothing is computed. Models that read values while they are built, such as dropout rates from
+    `linspace`, are built on the CPU, where each parameter loses its memory once it is registered.
+    """
+    try:
+        with torch.device("meta"):
+            return function()
+    except Exception as error:  # the user's code may raise anything
+        if "meta" not in str(error):
+            raise _build_failed(error, module, where) from error
+    hook = register_module_parameter_registration_hook(_without_memory())
+    try:
+        with torch.device("cpu"):
+            return function()
+    except Exception as error:
+        raise _build_failed(error, module, where) from error
+    finally:
+        hook.remove()
+
+
+def _without_memory() -> Callable[[nn.Module, str, nn.Parameter | None], nn.Parameter | None]:
+    """A hook that registers parameters on the meta device instead; one that is shared stays shared."""
+    made = WeakIdKeyDictionary()
+
+    def on_meta(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:
+            return None
+        if param not in made:
+            made[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        found: nn.Parameter = made[param]
+        return found
+
+    return on_meta
+
+
+def _build_failed(error: Exception, module: ModuleType, where: str) -> ConfigurationError:
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((one.lineno for one in reversed(frames) if one.filename == module.__file__), None)
+    place = "" if line is None else f", in line {line} of {Path(str(module.__file__)).name}"
+    return ConfigurationError(
+        f"{where} does not build its model: {type(error).__name__}: {first_line(error)}{place}",
+        hint="it is called without arguments, and its parameters have shapes but no values: name a function that needs"
+        " neither values nor a GPU, and loads no weights",
+    )
 
 
 def _from_transformers(where: str) -> nn.Module:

@@ -58,6 +58,11 @@ def profile_model(
     InvalidArgument for a model that cannot run without values, as one whose shapes depend on them.
     """
     chosen = plan or Plan()
+    if not any(param.requires_grad for param in model.parameters()):
+        raise InvalidArgument(
+            f"{type(model).__name__} has no parameter that is trained",
+            hint="return a model of which some parameters require gradients",
+        )
     shape = batch_shape(model, sequence=sequence, example=example)
     tensors, refusal = _tensor_plan(model, chosen)
     layers = repeated_layers(model)

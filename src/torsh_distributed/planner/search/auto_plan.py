@@ -99,9 +99,8 @@ def _first(ranking: Ranking, machine: MachineProfile) -> RankedPlan:
 
 def no_plan(ranking: Ranking, machine: MachineProfile) -> str:
     """That no plan fits, in a sentence."""
-    return (
-        f"none of {ranking.num_tried} plans fits into the memory of {machine.name}, {machine.memory_bytes / GB:.1f} GB"
-    )
+    room = f"{ranking.limit_bytes / GB:.4g} GB that a rank may use of {machine.name}"
+    return f"none of {ranking.num_tried} plans fits into the {room}"
 
 
 def nearest(ranking: Ranking) -> str:

@@ -63,6 +63,8 @@ class Ranking:
     rejections: list[Rejection] = field(default_factory=list)
     num_tried: int = 0
     tokens_per_sample: int = 1
+    limit_bytes: float = 0.0
+    """What a rank may use of its device."""
     smallest: tuple[Plan, MemoryTable] | None = None
     """Of those that do not fit, the one that needs the least; None if some fit."""
 
@@ -97,7 +99,7 @@ class PlanSearch:
 
     def rank(self) -> Ranking:
         """Every legal layout that fits, the fastest first; ties within 3 % go to the simpler plan."""
-        ranking = Ranking(tokens_per_sample=self.profile.tokens_per_sample)
+        ranking = Ranking(tokens_per_sample=self.profile.tokens_per_sample, limit_bytes=self.limit_bytes)
         per_node, cp = self.machine.devices_per_node, max(1, self.base.mesh.cp)
         for mesh in meshes(self.world_size, self.profile, devices_per_node=per_node, cp=cp):
             if self.is_simple and max(mesh["tp"], mesh["pp"], mesh["ep"]) > 1:
