@@ -12,7 +12,7 @@ EXTRAS ?= dev
 comma := ,
 CONSTRAINTS := constraints/$(lastword $(subst $(comma), ,$(EXTRAS))).txt
 
-.PHONY: train test unit matrix coverage lint docs bench benchcheck versions wheel constraints clean help
+.PHONY: train test unit matrix coverage lint docs bench benchcheck counts versions wheel constraints clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -70,6 +70,9 @@ bench: $(READY) ## run every benchmark case; results go to benchmarks/results
 
 benchcheck: $(READY) ## try every benchmark case, or CASES, for some seconds; keeps nothing
 	$(BIN)/python -m benchmarks --quick $(CASES)
+
+counts: $(READY) ## hold what a training step does, counted, against what is kept; `python -m benchmarks counts` keeps new ones
+	$(BIN)/python -m benchmarks --against benchmarks/results/counts.json
 
 versions: $(BIN)/python ## the quick tests with another Python and torch: PY=3.11 TORCH=2.11, or TURN=a commit's hash
 	$(BIN)/python tools/versions.py $(if $(TURN),--turn $(TURN),--python $(or $(PY),3.11) --torch $(or $(TORCH),2.11)) $(PYTEST_ARGS)

@@ -87,8 +87,9 @@ def _hold_against(what: str, cases: list[str] | None, budget: Budget, console: C
         changes, tolerance = _since_commit(what, cases), COMMIT_TOLERANCE
     else:
         changes, tolerance = _since_results(Path(what), cases, budget), TOLERANCE
-    num_worse = 0
+    num_worse, num_compared = 0, 0
     for change in changes:
+        num_compared += 1
         verdict = "worse" if change.is_worse(tolerance) else "better" if change.is_better(tolerance) else "noise"
         num_worse += verdict == "worse"
         console.print(
@@ -97,7 +98,14 @@ def _hold_against(what: str, cases: list[str] | None, budget: Budget, console: C
             highlight=False,
             markup=False,
         )
-    if num_worse:
+    if num_compared == 0:
+        console.print(
+            f"nothing here can be compared with {what}: rows without a rival need the same machine, counts the same"
+            " version of torch; if that is newer now, measure and keep the case again",
+            highlight=False,
+            markup=False,
+        )
+    if num_worse or num_compared == 0:
         raise typer.Exit(1)
 
 

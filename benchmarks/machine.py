@@ -38,6 +38,10 @@ class Machine:
         names = ("cpu", "num_cores", "memory_gb", "gpus", "kernel", "python", "torch")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def has_same_torch(self, other: Machine) -> bool:
+        """Whether both have one version of torch, built for whatever devices."""
+        return self.torch.partition("+")[0] == other.torch.partition("+")[0]
+
 
 def describe_machine() -> Machine:
     """Describe this machine."""

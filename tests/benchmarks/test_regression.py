@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness import Measurement, Row, Unit
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.regression import COMMIT_TOLERANCE, TOLERANCE, changes_between, lasting
+from benchmarks.regression import COMMIT_TOLERANCE, COUNT_TOLERANCE, TOLERANCE, changes_between, lasting
 from benchmarks.result import Result
 
 
@@ -92,6 +92,29 @@ def test_a_row_without_a_rival_can_be_left_out(machine: Machine) -> None:
     pair = result(machine, rng, ours=2.0, has_rival=False), result(machine, rng, has_rival=False)
     assert [one.is_worse(TOLERANCE) for one in lasting(lambda _: [pair], ["c"])] == [True]
     assert lasting(lambda _: [pair], ["c"], needs_rival=True) == []
+
+
+def counts(machine: Machine, collectives: float, calls: Sequence[float]) -> Result:
+    rows = (
+        Row(name="collectives", unit=Unit.COUNT, ours=Measurement.of([collectives])),
+        Row(name="calls", unit=Unit.COUNT, ours=Measurement.of(calls)),
+    )
+    return Result(case="c", title="", about="", x_label="", budget="full", machine=machine, rows=rows)
+
+
+def test_counts_are_compared_on_any_machine_and_held_closer(machine: Machine) -> None:
+    earlier = counts(replace(machine, cpu="another", num_cores=999), 13, [757] * 5)
+    same = changes_between(counts(machine, 13, [757, 757, 757, 759, 751]), earlier)
+    assert [one.is_worse(TOLERANCE) or one.is_better(TOLERANCE) for one in same] == [False, False]
+    more = changes_between(counts(machine, 14, [757 * (1 + 2 * COUNT_TOLERANCE)] * 5), earlier)
+    assert [one.is_worse(COMMIT_TOLERANCE) for one in more] == [True, True]
+    assert lasting(lambda _: [(counts(machine, 14, [757]), earlier)], ["c"], needs_rival=True)[0].is_worse(TOLERANCE)
+
+
+def test_counts_of_another_torch_are_not_compared(machine: Machine) -> None:
+    cpu, cuda, later = (replace(machine, torch=version) for version in ("2.13.0+cpu", "2.13.0+cu130", "2.14.0"))
+    assert len(changes_between(counts(cuda, 3, [1]), counts(cpu, 3, [1]))) == 2
+    assert changes_between(counts(later, 3, [1]), counts(cpu, 3, [1])) == []
 
 
 def few(machine: Machine, rng: random.Random, case: str, *, ours: float = 1.0, noise: float = 0.3) -> Result:

@@ -177,6 +177,14 @@ def test_a_part_goes_by_its_beginning() -> None:
 
 
 @pytest.mark.usefixtures("_kept_variable")
+def test_a_gate_that_compares_nothing_is_not_passed(result: Result, tmp_path: Path) -> None:
+    """codecs_cuda measures nothing without a GPU, and where there is one it has no row of that name."""
+    done = run("codecs_cuda", "--quick", "--against", str(save_result(replace(result, case="codecs_cuda"), tmp_path)))
+    assert done.exit_code == 1
+    assert "nothing here can be compared with" in " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("_kept_variable")
 @pytest.mark.parametrize("name", [pytest.param("events", marks=pytest.mark.matrix), "codecs_cuda"])
 def test_a_quick_run_is_kept_where_it_is_told_to_and_nowhere_else(name: str, tmp_path: Path) -> None:
     """`make benchcheck` runs every case; here two stand for them, one that needs what is not everywhere."""

@@ -18,6 +18,7 @@ from tests.bed.ports import free_port
 from tests.bed.world import World
 from torsh_distributed.comm.collectives.call import are_checks_enabled
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, OperationTimeout
+from torsh_distributed.observe import start_reporting, stop_reporting
 
 pytestmark = pytest.mark.ranks
 
@@ -74,6 +75,22 @@ def test_the_variables_of_each_launcher_bring_up_the_world(
 ) -> None:
     results = world.run(join_by_environment, {**variables, "MASTER_PORT": "{port}"}, backend=None)
     assert results == [(source, 3.0), (source, 3.0)]
+
+
+def told_of_steps() -> list[int | None]:
+    """The number of steps that the job is said to have, by plan, before any Engine."""
+    found = []
+    for plan in (None, td.Plan(training={"batch_size": 8}), td.Plan(training={"steps": 70})):
+        reporter = start_reporting(lambda packet: True)
+        with td.distributed(plan):
+            found.append(reporter.facts.get("total_steps"))
+        stop_reporting()
+    return found
+
+
+def test_a_loop_of_ones_own_has_an_end_if_the_plan_sets_one(world: World) -> None:
+    """What is told is what the page computes the time that is left from; the default would be made up."""
+    assert world.run(told_of_steps, backend=None, num_ranks=1) == [[None, None, 70]]
 
 
 @pytest.mark.matrix

@@ -16,7 +16,7 @@ from torch import nn
 from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build
 from torsh_distributed import events
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe import process_metrics, start_reporting, stop_reporting
 from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import DistributedConfig, MeshConfig, PipelineConfig, Plan, TrainingConfig
@@ -107,6 +107,26 @@ def test_operations_and_bytes_are_those_of_each_layout(
     check(report, whole)
 
 
+def check_shards_on_gloo(report: dict[str, Any], whole: int) -> None:
+    shard = report["mean"]["axes"]
+    assert set(shard) == {"dp", "shard", "dp×shard"}
+    # Nothing is shared here: all is gathered for forward, all but the root for backward, and gradients are scattered.
+    assert 2 * whole < shard["shard"]["num_bytes"] < 3.1 * whole
+    assert shard["dp"]["num_bytes"] == pytest.approx(whole / 2, rel=0.1)
+    assert shard["shard"]["wait_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "check"),
+    [("dp", check_replicas), ("shard", check_shards_on_gloo), ("tp", check_split_layers), ("pp", check_stages)],
+)
+def test_operations_and_bytes_are_seen_on_gloo_too(
+    world: World, layout: str, check: Callable[[dict[str, Any], int], None]
+) -> None:
+    report, whole = world.run(count, layout, num_ranks=4, backend="gloo", timeout_s=90)[0]
+    check(report, whole)
+
+
 class Slow(nn.Module):
     """Holds up this rank in every forward, if it is to be slow."""
 
@@ -170,12 +190,6 @@ def test_gradients_that_travel_in_another_thread_are_waited_for_in_this_one(worl
         assert wait_s > 0.3 * travel_s, "backward is over long before they are there"
 
 
-def measure_on_gloo() -> None:
-    engine = engine_of(MeshConfig(dp=2))
-    with pytest.raises(FeatureNotAvailable, match="waiting cannot be timed on gloo"):
-        EfficiencyMeter(engine)
-
-
 def measure_nothing() -> None:
     with EfficiencyMeter(engine_of(MeshConfig())) as meter:
         pass
@@ -184,7 +198,6 @@ def measure_nothing() -> None:
 
 
 def test_what_cannot_be_measured_is_refused(world: World) -> None:
-    world.run(measure_on_gloo, num_ranks=2, backend="gloo")
     world.run(measure_nothing, num_ranks=1, backend="gloo")
 
 

@@ -24,6 +24,7 @@ from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_la
 from torsh_distributed.launch.worker.recording.energy_recording import record_energy
 from torsh_distributed.launch.worker.recording.event_recording import record_events, report_metrics
 from torsh_distributed.log_level import set_log_level
+from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.observe.settings import ObserveSettings
 from torsh_distributed.plan import ObserveConfig, Plan, RetryConfig
 
@@ -44,7 +45,8 @@ def init(
     the world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
     `backend` is ours, torch's, or one that another package has registered with torch. `init_method` is where
     ranks meet, as in torch: the launcher's address, `tcp://host:port` or `file:///path`. `device_id` is the device of
-    this rank, instead of the GPU of its local rank; the group is bound to it.
+    this rank, instead of the GPU of its local rank; the group is bound to it. With a plan that sets `training.steps`,
+    whoever looks at the job sees how long it will take, also where the loop is the script's own.
     Returns the place that was found and where it was found.
     """
     chosen = plan or Plan()
@@ -63,6 +65,8 @@ def init(
         fallback=section.fallback,
         device=_device(device_id),
     )
+    if "steps" in chosen.training.model_fields_set:  # for loops without an Engine; the default says nothing about them
+        note_fact("total_steps", chosen.training.steps)
     if chosen.green.enabled:
         record_energy(chosen.green, found)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Self
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.recording.native_waits import timed_native_groups
 from torsh_distributed.comm.recording.span_account import PART_OF_PHASE, SpanAccount
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.events import Phase
@@ -84,8 +85,9 @@ class EfficiencyMeter:
     """Measures the steps of an Engine: `with EfficiencyMeter(engine) as meter:`, steps, then `meter.report()`.
 
     Use it in the training thread, on every rank. The process groups themselves time what a rank waits for, so the
-    communication of torch's DDP, FSDP2, DTensor and pipelines counts too; without a meter that costs nothing. For
-    models on the CPU and our backends: elsewhere the host does not see when operations end.
+    communication of torch's DDP, FSDP2, DTensor and pipelines counts too; without a meter that costs nothing. On
+    torch's own backends, such as gloo, what Python starts and waits for is timed while the meter runs. For models on
+    the CPU: of a GPU the host does not see when operations end.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -96,19 +98,12 @@ class EfficiencyMeter:
                 hint="use torch.profiler there, or look at the plan on the CPU",
                 feature="efficiency report",
             )
-        world = dist.group.WORLD
-        if dist.get_world_size() > 1 and not isinstance(world, GroupLifecycle):
-            raise FeatureNotAvailable(
-                f"waiting cannot be timed on {dist.get_backend()}",
-                hint='use a backend of this library: distributed.backend = "torsh", or leave it out',
-                feature="efficiency report",
-            )
         self._layout = MeshLayout(engine.plan.mesh)
         self._account: Account | None = None
         self._lock = threading.Lock()
         self._axis_of = GroupAxes(self._layout)
         self._thread = 0
-        self._end: Callable[[], None] | None = None
+        self._measuring = ExitStack()
 
     def __enter__(self) -> Self:
         self.start()
@@ -122,13 +117,13 @@ class EfficiencyMeter:
         self.stop()
         self._thread = threading.get_ident()
         self._account = Account(time.monotonic())
-        self._end = events.subscribe(self._take, events.PhaseEvent, events.WaitEvent, events.StepEvent)
+        self._measuring.callback(events.subscribe(self._take, events.PhaseEvent, events.WaitEvent, events.StepEvent))
+        if not isinstance(dist.group.WORLD, GroupLifecycle):
+            self._measuring.enter_context(timed_native_groups())
 
     def stop(self) -> None:
         """Stop measuring; a step in progress is not counted."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        self._measuring.close()
 
     def report(self) -> EfficiencyReport:
         """The report on the steps so far; every rank calls this, between two steps."""
