@@ -5,7 +5,7 @@ Drop with support for torch < 2.13: there only what requires a gradient has one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ class OlderStage(PipelineStage):
         finally:
             self.has_backward = trains
         for info in self._received():
-            info.buffer.requires_grad_(trains and info.buffer.is_floating_point())
+            buffer = _buffer(info)
+            buffer.requires_grad_(trains and buffer.is_floating_point())
         return out
 
     def _received(self) -> list[Any]:
@@ -33,7 +34,7 @@ class OlderStage(PipelineStage):
     @override
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         found = super()._create_grad_recv_info(act_send_info)
-        return tuple(info if info.buffer.is_floating_point() else None for info in found)
+        return tuple(info if _buffer(info).is_floating_point() else None for info in found)
 
     @override
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
@@ -50,7 +51,7 @@ class OlderStage(PipelineStage):
             # A stage that does not use what it received owes the one before a gradient all the same.
             pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(
-                torch.zeros_like(info.buffer) if grad is None and info.buffer.requires_grad else grad
+                torch.zeros_like(_buffer(info)) if grad is None and _buffer(info).requires_grad else grad
                 for grad, info in pairs
             )
         return out
@@ -66,3 +67,9 @@ class OlderStage(PipelineStage):
         for info, value in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if info is not None:
                 info.buffer = value
+
+
+def _buffer(info: Any) -> Tensor:
+    """Where a stage of older torch receives a value; newer torch makes it later, and its type says so."""
+    assert info.buffer is not None, "older torch makes it with the description of what is received"
+    return cast(Tensor, info.buffer)

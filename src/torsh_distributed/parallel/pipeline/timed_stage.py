@@ -43,7 +43,10 @@ class ActionRecorder:
         return taken
 
 
-_Base = OlderStage if not TYPE_CHECKING and hasattr(PipelineStage, "_shape_inference") else PipelineStage
+if TYPE_CHECKING or not hasattr(PipelineStage, "_shape_inference"):  # noqa: SIM108  # mypy follows this form alone
+    _Base = PipelineStage
+else:
+    _Base = OlderStage
 
 
 class TimedStage(_Base):
@@ -67,6 +70,7 @@ class TimedStage(_Base):
         with probing(self.submod):
             return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]  # not in torch 2.13
 
+    @override
     def _to_tensor(self, arg: Any) -> Any:
         """What shapes are inferred on in torch 2.13: zeros in place of any values, which could be indices."""
         value = super()._to_tensor(arg)

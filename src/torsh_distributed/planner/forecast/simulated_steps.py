@@ -109,15 +109,17 @@ class SimulatedClocks:
         along = tuple(MESH_ORDER.index(axis) for axis in axes)
         last = clock.max(axis=along, keepdims=True) if along else clock
         self.waited[name] = self.waited.get(name, 0.0) + float((last - clock).sum())
-        last = np.broadcast_to(last, clock.shape)
+        begin: np.ndarray = np.broadcast_to(last, clock.shape)
+        end: np.ndarray = begin + seconds
         if self.record is not None and seconds > 0:
-            self.record.add(rank, "C", 0, last, last + seconds)
-        return last + seconds
+            self.record.add(rank, "C", 0, begin, end)
+        return end
 
     def receive(self, clock: np.ndarray, arrived: np.ndarray) -> np.ndarray:
         """A stage waits for what another one sends."""
         self.waited["stages"] = self.waited.get("stages", 0.0) + float(np.maximum(arrived - clock, 0).sum())
-        return np.maximum(clock, arrived)
+        met: np.ndarray = np.maximum(clock, arrived)
+        return met
 
 
 def simulate_steps(

@@ -107,7 +107,7 @@ def _built_by(function: Callable[[], object], module: ModuleType, where: str) ->
     except Exception as error:  # the user's code may raise anything
         if "meta" not in str(error):
             raise _build_failed(error, module, where) from error
-    hook = register_module_parameter_registration_hook(_without_memory())
+    hook = register_module_parameter_registration_hook(_without_memory())  # type: ignore[arg-type]  # what it returns is used
     try:
         with torch.device("cpu"):
             return function()
