@@ -83,7 +83,7 @@ class LabelRule:
         """
         out = labels.clone()
         place = (0,) * (labels.dim() - 1) + (-1,)
-        any_class = 0 if self.class_weights is None else int(self.class_weights.argmax())
+        any_class = int(self.ignore_index == 0) if self.class_weights is None else int(self.class_weights.argmax())
         is_counted = self.count(labels, is_shifted=is_shifted) > 0
         out[place] = torch.where(is_counted, labels[place], torch.full_like(labels[place], any_class))
         return out

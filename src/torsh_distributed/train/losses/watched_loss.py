@@ -113,7 +113,9 @@ class WatchedLoss:
         """What the loss of the part that ran last was a mean of, inside `watching()`."""
         if self.loss_fn is not None:
             return self.take_count().count
-        terms, self._noted.terms = self._noted.terms, []
+        terms = [*self._noted.terms]
+        if not self._only_looks:  # else they are what it looks for
+            self._noted.terms.clear()
         return _computed(terms, None if not terms else terms[0].result).count
 
     def take_count(self) -> ComputedCount:
