@@ -98,6 +98,7 @@ def batches(kind: str) -> list[tuple[Tensor, Any]]:
             "ignored": labels_of(tokens, counted, -100),
             "mask": (wanted, counted),
             "numbers": (wanted, counted.float()),
+            "holes": (wanted, counted & (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 5 > 1)),
             "lengths": (wanted, lengths),
             "weights": (labels_of(tokens, counted | True, 0), weights),
         }
@@ -113,6 +114,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "selected values": (masked, "mask"),
     "mask by hand": (masked_by_hand, "mask"),
     "mask of numbers": (masked_by_hand, "numbers"),
+    "mask with holes": (masked_by_hand, "holes"),
     "lengths": (within_lengths, "lengths"),
     "told": (told, "mask"),
     "weights": (weighted, "weights"),
@@ -175,7 +177,11 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 CONTEXT = {"mesh": {"cp": 2}}
-NOT_IN_PARTS = {"rows": "let loss_fn return", "lengths": "must match the size"}
+NOT_IN_PARTS = {
+    "rows": "let loss_fn return",
+    "lengths": "must match the size",
+    "mask with holes": "what it computes in one process",
+}
 """What parts of sequences cannot compute, and what is said."""
 
 

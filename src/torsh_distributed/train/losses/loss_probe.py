@@ -29,7 +29,14 @@ from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.torch_internals import tree_map_only
 from torsh_distributed.train.batches import Batch, count_samples, has_rows, take_rows
 from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
-from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfSamples, SumOfSamples
+from torsh_distributed.train.losses.loss_kind import (
+    LossKind,
+    MeanOfComputed,
+    MeanOfSamples,
+    MeanOfWeights,
+    SumOfSamples,
+    tensors_in,
+)
 from torsh_distributed.train.losses.loss_terms import LossTerm
 from torsh_distributed.train.losses.uneven_targets import (
     KEPT,
@@ -47,6 +54,9 @@ _log = logging.getLogger(__name__)
 ComputeLoss = Callable[[Batch], Tensor]
 
 T = TypeVar("T")
+
+_MOST_WEIGHTS = 4
+"""Tensors of a batch that are tried as weights: each is two forwards."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,10 @@ class LossProbe:
         if not isinstance(kind, MeanOfComputed) or self.strategy.weighs_by_loss(has_several=kind.has_several):
             return
         raise ConfigurationError(
-            f"the loss is {kind}, and the parts of a pipeline are combined before that is known",
-            hint='set training.loss_is: "mean" if all samples count alike, "mean_of_counted" if labels of -100 do'
-            ' not count, "sum"; or set mesh.pp to 1',
+            f"the loss is {kind}{', in several means' if kind.has_several else ''}, and the parts of a pipeline are"
+            " combined before that is known",
+            hint='let loss_fn return (sum, count); or set training.loss_is: "mean" if all samples count alike,'
+            ' "mean_of_counted" if labels of -100 do not count, "sum"; or set mesh.pp to 1',
             key="training.loss_is",
         )
 
@@ -232,6 +243,10 @@ class LossProbe:
         best = distances.index(min(distances))
         if distances[best] <= (1e-4 if self.precision.is_full else 3e-2) or has_experts:
             return kinds[best]
+        for weighing in self._weighing(batch) if isinstance(kind, MeanOfSamples) else ():
+            other = self._of_halves(batch, weighing)
+            if max(self._everyones(_distance(whole, other) if math.isfinite(other) else math.inf)) <= 1e-5:
+                return weighing
         again, _, _ = self._watched(batch)
         if max(self._everyones(_distance(whole, float(again)))) > 1e-6:
             return kind  # it draws random numbers
@@ -245,6 +260,19 @@ class LossProbe:
             key="training.loss_is",
             losses_seen=", ".join(found.names) or "none of torch's",
         )
+
+    def _weighing(self, batch: Batch) -> list[MeanOfWeights]:
+        """Masks and weights of this batch that leave something out, on any rank."""
+        mine = [
+            list(path)
+            for path, tensor in tensors_in(batch)
+            if tensor.dim()
+            and (tensor.dtype is torch.bool or tensor.is_floating_point())
+            and bool((tensor >= 0).all())
+            and not bool((tensor == tensor.flatten()[0]).all())
+        ]
+        found = dict.fromkeys(tuple(path) for path in itertools.chain(*self._everyones(mine)))
+        return [MeanOfWeights(path) for path in found][:_MOST_WEIGHTS]
 
     def _of_halves(self, batch: Batch, kind: LossKind) -> float:
         """The loss of the two halves, combined; NaN if there are none."""
