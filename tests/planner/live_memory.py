@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 import torsh_distributed as td
 from torsh_distributed.train.demos.gpt import CONTEXT, CharGPT
+from torsh_distributed.train.speed.linear_cross_entropy import _losses_and_gradients
+
+_OWN = {"torsh.linear_cross_entropy.default": _losses_and_gradients._init_fn}
+"""Operations written in Python: what they do is seen where they are entered with the mode on."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -39,7 +43,12 @@ class LiveMemory(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter, torch.nn.Buffer) for kind in types):
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        own = _OWN.get(str(func))
+        if own is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:
+                out = own(*args, **(kwargs or {}))
         given = {self._key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta and self._key(leaf) not in given | self._storages.keys():
@@ -56,6 +65,9 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         self._storages[key] = weakref.ref(storage)
         weakref.finalize(storage, self._storages.pop, key, None)
+
+
+LARGE_VOCABULARY = 32_768
 
 
 class Wide(nn.Module):
@@ -86,6 +98,11 @@ def char_gpt() -> nn.Module:
 def wide() -> nn.Module:
     """Most of its memory are parameters."""
     return Wide()
+
+
+def large_vocabulary() -> nn.Module:
+    """Most of its memory would be logits."""
+    return CharGPT(LARGE_VOCABULARY, width=32, num_layers=2, num_heads=2)
 
 
 def batch_for(model: nn.Module, num_samples: int) -> tuple[Tensor, Tensor]:
