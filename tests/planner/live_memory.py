@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,20 @@ def batch_for(model: nn.Module, num_samples: int) -> tuple[Tensor, Tensor]:
 
 def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(out.flatten(0, -2), targets.flatten())
+
+
+def measured_peak_of_lengths(build: Callable[[], nn.Module], plan: td.Plan, lengths: Sequence[int]) -> int:
+    """Runs on one rank: the peak over steps whose batches have these lengths, after one that makes the state."""
+    torch.manual_seed(0)
+    with LiveMemory() as live:
+        model = build()
+        ids, targets = batch_for(model, plan.training.batch_size)
+        engine = td.parallelize(model, torch.optim.AdamW, plan, loss_fn=loss_fn)
+        del model
+        for length in (lengths[0], *lengths):
+            gc.collect()
+            engine.step((ids[:, :length], targets[:, :length]))
+        return live.peak
 
 
 def measured_peak(build: Callable[[], nn.Module], plan: td.Plan) -> int:
