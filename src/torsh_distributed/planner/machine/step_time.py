@@ -16,7 +16,13 @@ from torsh_distributed.planner.machine.machine_profile import DeviceLink, Machin
 from torsh_distributed.planner.machine.operation_times import OperationTimes, RankShare
 from torsh_distributed.planner.machine.past_runs import PART_OF, parts_of
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
-from torsh_distributed.planner.memory.rank_holdings import ITEMSIZE, Recompute, recomputed_blocks, samples_per_pass
+from torsh_distributed.planner.memory.rank_holdings import (
+    ITEMSIZE,
+    Recompute,
+    fuses_loss,
+    recomputed_blocks,
+    samples_per_pass,
+)
 from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, stage_parts
 from torsh_distributed.planner.model.model_profile import Held, ModelProfile, SegmentProfile
 
@@ -25,8 +31,8 @@ PER_MICROBATCH = ("forward", "backward", "recompute", "split layers")
 
 SegmentCount = tuple[SegmentProfile, int, Recompute]
 """A segment, how many of it, and what is recomputed of each."""
-Counted = dict[tuple[tuple[StagePart, ...], tuple[Recompute, ...]], tuple[SegmentCount, ...]]
-"""What ranks compute, by their stages and what is recomputed of each block."""
+Counted = dict[tuple[tuple[StagePart, ...], tuple[Recompute, ...], bool], tuple[SegmentCount, ...]]
+"""What ranks compute, by their stages, what is recomputed of each block, and whether the loss is fused."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,9 @@ class _Prediction:
 
     def __post_init__(self) -> None:
         self.mesh = self.plan.mesh
+        self.is_fused = fuses_loss(self.profile, self.plan, self.machine.device_type)
+        if self.is_fused:
+            self.profile = self.profile.with_fused_loss
         self.samples = samples_per_pass(self.plan) / self.mesh.cp
         self.is_sharded = shards_params(self.plan)
         self.itemsize = ITEMSIZE[self.plan.precision.dtype]
@@ -228,7 +237,8 @@ class _Prediction:
 
     def counts(self, parts: tuple[StagePart, ...]) -> tuple[SegmentCount, ...]:
         """What a rank computes for a microbatch: each kind of segment, how many, and what is recomputed of it."""
-        known = self.counted.get((parts, self.recomputed))
+        key = parts, self.recomputed, self.is_fused
+        known = self.counted.get(key)
         if known is not None:
             return known
         found: Counter[tuple[int, Recompute]] = Counter()
@@ -241,7 +251,7 @@ class _Prediction:
         after = sum(part.has_after for part in parts)
         nothing = Recompute.NOTHING
         around = [(self.profile.before, before, nothing), (self.profile.after, after, nothing)]
-        counts = self.counted[parts, self.recomputed] = (*blocks, *(one for one in around if one[1]))
+        counts = self.counted[key] = (*blocks, *(one for one in around if one[1]))
         return counts
 
     def rank_terms(self, parts: tuple[StagePart, ...]) -> dict[str, float]:
