@@ -144,7 +144,7 @@ def _compared(budget: Budget) -> Iterator[Row]:
         amount=_PAYLOAD_BYTES,
         unit=Unit.BYTES_PER_SECOND,
     )
-    link = current_worker()._connect(_CALLEE)
+    link = current_worker()._links.connect(_CALLEE)
     payloads = link._lanes.payload
     assert payloads is not None, "both lanes are there"
     payloads.takes_files = False
@@ -230,7 +230,7 @@ def _many_connections(budget: Budget) -> Iterator[Row | Note]:
     worker = current_worker()
     num_links = 100 if budget.is_quick else _NUM_CONNECTIONS
     before = rpc.call(_CALLEE, resident_bytes)
-    links = [worker._connect(_CALLEE) for _ in range(num_links)]
+    links = [worker._links.connect(_CALLEE) for _ in range(num_links)]
     took_s: list[float] = []
     try:
         begun: list[tuple[Link, PendingCall, float]] = []

@@ -34,6 +34,12 @@ RECOMPUTATION = "torsh_distributed.planner.search.recompute_budget:decide_for_tr
 BATCH_ESTIMATE = "torsh_distributed.planner.search.batch_estimate:largest_microbatch"
 """`train`: `plan_batch_size` asks the planner beside it for a model without memory, of which it can try no step."""
 
+DEFERRED_LOGITS = "torsh_distributed.train.speed.deferred_logits"
+"""`planner`: a model is traced as training will run it, with the head that `parallelize` would give it."""
+
+LOSS_WORKSPACE = "torsh_distributed.train.speed.linear_cross_entropy:workspace_bytes"
+"""`planner`: what a fused loss takes for the moment is known beside its code."""
+
 ELASTIC_STEPS = "torsh_distributed.elastic.in_place:attach"
 """`train`: makes an Engine's steps outlive a lost rank, in elastic jobs alone; others do not import it."""
 

@@ -41,7 +41,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 def reported(library: str, folder: Path, names: Iterable[str]) -> dict[str, list[float]]:
     """The losses that the library's scripts print on two ranks."""
     script = folder / "in_turn.py"
-    script.write_text(IN_TURN.format(scripts=[str(STYLES / library / f"{name}.py") for name in names]))
+    script.write_text(IN_TURN.format(scripts=[str(STYLES / f"{library}_scripts" / f"{name}.py") for name in names]))
     torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", library]
     here = {**os.environ, "PYTHONPATH": str(STYLES / "shared")}
     words = [*torsh, "--nproc-per-node", "2", str(script)]
@@ -312,7 +312,9 @@ SCRIPTS: dict[str, tuple[Callable[[], list[float]], ...]] = {
 
 def test_every_script_is_run() -> None:
     for library, references in SCRIPTS.items():
-        assert {one.__name__ for one in references} == {path.stem for path in (STYLES / library).glob("*.py")}
+        assert {one.__name__ for one in references} == {
+            path.stem for path in (STYLES / f"{library}_scripts").glob("[!_]*.py")
+        }
 
 
 @pytest.mark.parametrize("library", SCRIPTS)

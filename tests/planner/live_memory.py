@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 import torsh_distributed as td
 from torsh_distributed.train.demos.gpt import CONTEXT, CharGPT
+from torsh_distributed.train.speed.linear_cross_entropy import _losses_and_gradients
+
+_OWN = {"torsh.linear_cross_entropy.default": _losses_and_gradients._init_fn}
+"""Operations written in Python: what they do is seen where they are entered with the mode on."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -39,7 +43,12 @@ class LiveMemory(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter, torch.nn.Buffer) for kind in types):
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        own = _OWN.get(str(func))
+        if own is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:
+                out = own(*args, **(kwargs or {}))
         given = {self._key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta and self._key(leaf) not in given | self._storages.keys():
@@ -56,6 +65,9 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         self._storages[key] = weakref.ref(storage)
         weakref.finalize(storage, self._storages.pop, key, None)
+
+
+LARGE_VOCABULARY = 32_768
 
 
 class Wide(nn.Module):
@@ -88,6 +100,11 @@ def wide() -> nn.Module:
     return Wide()
 
 
+def large_vocabulary() -> nn.Module:
+    """Most of its memory would be logits."""
+    return CharGPT(LARGE_VOCABULARY, width=32, num_layers=2, num_heads=2)
+
+
 def batch_for(model: nn.Module, num_samples: int) -> tuple[Tensor, Tensor]:
     if isinstance(model, Wide):
         return torch.zeros(num_samples, 64), torch.zeros(num_samples, dtype=torch.int64)
@@ -97,6 +114,20 @@ def batch_for(model: nn.Module, num_samples: int) -> tuple[Tensor, Tensor]:
 
 def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(out.flatten(0, -2), targets.flatten())
+
+
+def measured_peak_of_lengths(build: Callable[[], nn.Module], plan: td.Plan, lengths: Sequence[int]) -> int:
+    """Runs on one rank: the peak over steps whose batches have these lengths, after one that makes the state."""
+    torch.manual_seed(0)
+    with LiveMemory() as live:
+        model = build()
+        ids, targets = batch_for(model, plan.training.batch_size)
+        engine = td.parallelize(model, torch.optim.AdamW, plan, loss_fn=loss_fn)
+        del model
+        for length in (lengths[0], *lengths):
+            gc.collect()
+            engine.step((ids[:, :length], targets[:, :length]))
+        return live.peak
 
 
 def measured_peak(build: Callable[[], nn.Module], plan: td.Plan) -> int:

@@ -13,7 +13,7 @@ from torsh_distributed.rpc.current_worker import wait_for_workers as wait_for_wo
 from torsh_distributed.rpc.current_worker import worker_info as worker_info
 from torsh_distributed.rpc.current_worker import workers as workers
 from torsh_distributed.rpc.directory import WorkerInfo as WorkerInfo
-from torsh_distributed.rpc.references import RRef as RRef
+from torsh_distributed.rpc.references.rref import RRef as RRef
 from torsh_distributed.rpc.rpc_worker import RpcWorker as RpcWorker
 from torsh_distributed.rpc.serving.exposed import expose as expose
 from torsh_distributed.rpc.serving.exposed import sendable as sendable

@@ -17,7 +17,7 @@ from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, RemoteStream
 from torsh_distributed.rpc.directory import WorkerInfo
 from torsh_distributed.rpc.job_store import job_store
-from torsh_distributed.rpc.references import RRef, set_started
+from torsh_distributed.rpc.references.rref import RRef, set_started
 from torsh_distributed.rpc.rpc_worker import DEFAULT_TIMEOUT_S, RpcWorker, Target, To
 
 _lock = threading.Lock()

@@ -5,35 +5,36 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.transport.connection_pool import ConnectionPool, ConnectionPoolStats
+from torsh_distributed.comm.transport.connection_pool import ConnectionPoolStats
 from torsh_distributed.comm.transport.event_loop import EventLoop
 from torsh_distributed.comm.transport.listener import listen_on_node
 from torsh_distributed.errors import InvalidArgument, TorshError, translate_errors
-from torsh_distributed.rpc.calling.connecting import listen_on_network, open_lanes
+from torsh_distributed.rpc.call_targets import WorkerTargets
+from torsh_distributed.rpc.calling.connecting import listen_on_network
 from torsh_distributed.rpc.calling.link import Link, PendingCall
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, RemoteStream
+from torsh_distributed.rpc.calling.worker_links import WorkerLinks
 from torsh_distributed.rpc.directory import WorkerDirectory, WorkerInfo
 from torsh_distributed.rpc.graceful_end import GracefulEnd
 from torsh_distributed.rpc.messages.lane_pair import CALL, REMOTE, STREAM
-from torsh_distributed.rpc.references import HeldReferences, ObjectTable, RRef
+from torsh_distributed.rpc.references.held_references import HeldReferences
+from torsh_distributed.rpc.references.object_table import ObjectTable
+from torsh_distributed.rpc.references.rref import RRef
 from torsh_distributed.rpc.serving.call_server import CallServer
-from torsh_distributed.rpc.serving.exposed import TABLE, Exposed, ExposeOptions
-from torsh_distributed.rpc.serving.served_call import ServedCall, current_call
+from torsh_distributed.rpc.serving.exposed import TABLE
+from torsh_distributed.rpc.serving.served_call import current_call
+from torsh_distributed.rpc.travelling_values import TravellingValues
 
 Target = str | tuple[str, str] | Callable[..., Any]
 """An exposed function, its name, or the key of an object and a method."""
 To = str | int | WorkerInfo
 """A worker: its name, its number, or what `worker_info` returns."""
 DEFAULT_TIMEOUT_S = 60.0
-_KEEP_ALIVE_S = 300.0
-_CHECK_IDLE_S = 1.0
-"""A link that was not used for so long is looked at before it is used: its peer may have been started again."""
 _CLOSE_S = 2.0
 
 
@@ -63,31 +64,34 @@ class RpcWorker:
         self.num_expected: int | None = None
         """How many workers the job was started with, if that is known."""
         self._lease_s = lease_s
-        self._most_payload_bytes = most_payload_bytes
         self.directory = WorkerDirectory(store)
         """Who is there, and what workers write down for each other."""
-        self._secret = self.directory.secret()
+        secret = self.directory.secret()
         self._lock = threading.Lock()
-        self._held = HeldReferences()
         self._names_by_id: dict[int, str] = {}
         self._num_remote = 0
         self._end = GracefulEnd()
         self._loop = EventLoop("rpc-replies")
-        inline: list[Callable[..., Any]] = [self.fetch, self.renew, self.release, self.echo, *self._end.functions()]
-        self._internal = {
-            f"@{function.__name__}": Exposed(f"@{function.__name__}", function, ExposeOptions(inline=True))
-            for function in inline
-        }
+        self.references = HeldReferences(self, lease_s, self._run_later)
+        """What this process holds of others' objects."""
+        registry = TravellingValues(self, self.references)
         unix, tcp = listen_on_node("rpc"), listen_on_network(host)
         self._server = CallServer(
             [unix, *([] if tcp is None else [tcp])],
-            self._secret,
-            targets=self,
-            registry=self,
+            secret,
+            targets=WorkerTargets(self.objects, self._end.functions()),
+            registry=registry,
             num_threads=num_threads,
             most_payload_bytes=most_payload_bytes,
         )
-        self._links: ConnectionPool[Link] = ConnectionPool(self._connect, keep_alive_s=_KEEP_ALIVE_S)
+        self._links = WorkerLinks(
+            name,
+            self.directory,
+            secret,
+            loop=self._loop,
+            registry=registry,
+            most_payload_bytes=most_payload_bytes,
+        )
         try:
             tcp_address = None if tcp is None else tcp.getsockname()[:2]
             self.info = self.directory.add(name, unix.getsockname().decode(), tcp_address, rank)
@@ -203,22 +207,9 @@ class RpcWorker:
         pending = PendingCall(function if isinstance(function, str) else function[1], time.monotonic() + limit_s)
         if kind == STREAM:
             pending.expect_items()
-        link = self._link(to if isinstance(to, str) else self._name_of(to))
+        link = self._links.to(to if isinstance(to, str) else self._name_of(to))
         link.begin(kind, function, list(args), kwargs or {}, pending, *rest)
         return link, pending
-
-    def _link(self, name: str) -> Link:
-        link = self._links.get(name)
-        if time.monotonic() - link.last_used_s > _CHECK_IDLE_S:
-            link.poll()
-            link = self._links.get(name)
-        return link
-
-    def _connect(self, name: str) -> Link:
-        pair = open_lanes(
-            self.directory.find(name), self._secret, self.name, self._loop, most_payload_bytes=self._most_payload_bytes
-        )
-        return Link(name, pair, self)
 
     # Who is there
 
@@ -263,128 +254,31 @@ class RpcWorker:
 
     def settle_calls(self) -> None:
         """Until all calls of this worker have ended, in whatever way."""
-        for link in self._links.connections():
-            link.settle_all()
+        self._links.settle_all()
 
     def connections(self) -> ConnectionPoolStats:
         """The links to other workers."""
         return self._links.stats()
 
-    # What calls mean here: see `CallTargets`
+    # Housekeeping
 
-    def resolve(self, target: Any) -> tuple[Exposed, Callable[..., Any]]:
-        """An exposed function, or a public method of an object."""
-        if isinstance(target, str):
-            exposed = self._internal.get(target) if target.startswith("@") else TABLE.find(target)
-            if exposed is not None:
-                return exposed, exposed.function
-            raise InvalidArgument("no function of this name is exposed there", hint=TABLE.unknown(target), name=target)
-        if not isinstance(target, list | tuple) or len(target) != 2 or not isinstance(target[1], str):
-            raise InvalidArgument("a target is a name, or an object and a method", target=str(target)[:100])
-        made = self.objects.get(target[0])
-        if not made.done():
-            raise InvalidArgument("the object is still being made", hint="wait for it", key=target[0])
-        value, method = made.result(), target[1]
-        exposed = TABLE.method_of(value, method)
-        if exposed is None:
-            raise InvalidArgument(
-                "the object has no exposed method of this name",
-                hint="put @rpc.expose above its class; names with an underscore are private",
-                method=method,
-                type=type(value).__name__,
-            )
-        return exposed, getattr(value, method)
-
-    def prepare(self, call: ServedCall, kind: int, args: list[Any], rest: list[Any]) -> bool:
-        """Before a call runs: a result that stays here gets its place."""
-        if kind != REMOTE:
-            return True
-        if len(rest) != 1 or not isinstance(rest[0], str):
-            raise InvalidArgument("a reference needs a key")
-        place = self.objects.expect(rest[0], call.caller)
-        call.keep = place.set_result
-        call.on_error = place.set_exception
-        return True
-
-    # What values may be, beyond plain ones: see `ValueRegistry`
-
-    name_of_value = staticmethod(TABLE.name_of_value)
-    value_class = staticmethod(TABLE.value_class)
-    name_of_function = staticmethod(TABLE.name_of_function)
-    function = staticmethod(TABLE.function)
-
-    def pack_reference(self, value: Any) -> list[Any] | None:
-        """A reference that is given away is kept here for a lease, in which the taker begins to renew it."""
-        if not isinstance(value, RRef):
-            return None
-        value.wait_until_created()
-        self._held.give(value, time.monotonic() + self._lease_s)
-        return [value.owner_name(), value.key]
-
-    def open_reference(self, packed: list[Any]) -> RRef:
-        """A reference that was given to us."""
-        owner, key = packed
-        return RRef.to(self, str(owner), str(key))
-
-    # References
-
-    def holds(self, owner: str, key: str) -> None:
-        """This process has one more reference to an object."""
-        self._held.add(owner, key)
-
-    def let_go(self, owner: str, key: str) -> None:
-        """One reference less; with the last one the owner is told."""
-        if self._held.remove(owner, key) and not self.is_closed:
-            # On another thread: this one may be in the middle of anything when a reference is collected.
-            self._server.threads.submit(lambda: self._tell_owner(owner, "@release", key))
-
-    def _tell_owner(self, owner: str, function: str, argument: Any) -> None:
-        if owner == self.name:
-            self._internal[function].function(argument)
-            return
-        try:
-            with translate_errors(function):
-                self.call(owner, function, (argument,), timeout_s=self._lease_s)
-        except TorshError:
-            return  # the owner is gone, and the object with it; or this worker is
-
-    def fetch(self, key: str) -> Future[Any]:
-        """The object itself, for a holder."""
-        return self.objects.get(key)
-
-    def renew(self, keys: list[str]) -> None:
-        """A holder still has these."""
-        self.objects.renew(keys, self._caller())
-
-    def release(self, key: str) -> None:
-        """A holder gives one up."""
-        self.objects.release(key, self._caller())
-
-    def echo(self, value: Any) -> Any:
-        """What was sent."""
-        return value
-
-    def _caller(self) -> str:
-        call = current_call()
-        return self.name if call is None else call.caller
+    def _run_later(self, function: Callable[[], None]) -> None:
+        self._server.threads.submit(function)
 
     def _keep_house_later(self) -> None:
         self._loop.call_at(time.monotonic() + self._lease_s / 3, self._keep_house_soon)
 
     def _keep_house_soon(self) -> None:
         """On the loop, which must not wait for owners."""
-        self._server.threads.submit(self._keep_house)
+        self._run_later(self._keep_house)
         self._keep_house_later()
 
     def _keep_house(self) -> None:
         """Renew what this process holds; forget what nobody holds, and connections that nobody uses."""
-        self._held.forget_given(time.monotonic())
-        for owner, keys in self._held.by_owner().items():
-            self._tell_owner(owner, "@renew", keys)
+        self.references.forget_given(time.monotonic())
+        self.references.renew()
         self.objects.drop_expired()
-        self._links.close_idle()
-        for link in self._links.connections():
-            link.drop_idle()
+        self._links.drop_idle()
         self._server.drop_idle()
 
     # The end

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -18,9 +16,8 @@ from torch.optim import Optimizer
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.random_generators import gather_random_states, restore_random_states
-from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.counted_operations import CountedOperations
 from torsh_distributed.observe.metrics.process_metrics import note_fact
@@ -50,11 +47,11 @@ from torsh_distributed.train.ledger.data_position import describe_data, describe
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
-from torsh_distributed.train.losses.step_weights import StepWeights
 from torsh_distributed.train.parameters.trained_params import TrainedParams
 from torsh_distributed.train.parameters.whole_weights import EditedPieces, whole_weights
-from torsh_distributed.train.precision import decides_on_device, make_precision, only_if_finite
+from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.speed.attention_kernel import attending_with
+from torsh_distributed.train.update import GradientNorm, Update, require_finite
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
@@ -68,35 +65,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass
-class Update:
-    """The optimizer update in progress: what its microbatches have produced so far."""
-
-    started: float = field(default_factory=time.monotonic)
-    losses: list[Tensor] = field(default_factory=list)
-    mean: PendingNumber | None = None
-    """The loss over all ranks, on its way since the last backward began."""
-    num_samples: int | None = None
-    batch: Batch = None
-    """What the update began with."""
-    pieces: Sequence[tuple[Batch, float]] = ()
-    """Its microbatches, with their shares of this rank's samples."""
-    is_again: bool = False
-    """This rank alone began it once more, with smaller microbatches."""
-    weights: StepWeights | None = None
-    """What the losses of its microbatches are multiplied by, from the first forward on."""
-    number: int = 0
-    """The current microbatch."""
-    is_last: bool = True
-
-    @property
-    def loss(self) -> Tensor:
-        """This rank's loss so far."""
-        total = self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
-        correction = None if self.weights is None else self.weights.correction
-        return total if correction is None else total * correction
 
 
 class Engine:
@@ -151,9 +119,7 @@ class Engine:
         """The update in progress, from its first microbatch until it is applied or discarded."""
         self.opened_checkpoints: EngineCheckpoints | None = None
         """Those of `checkpoints`, once that was asked for."""
-        self._unread_norm: HostValue | None = None
-        self.last_norm: HostValue | None = None
-        """The norm of the last update's gradient, where one was measured."""
+        self.gradient_norm = GradientNorm(optimizer, plan.training.gradient_clipping)
         step_notes.leave_steps_to_engine()
         self._recovery: StepRecovery | None = None
         if plan.recovery.acts_on_steps:
@@ -349,12 +315,14 @@ class Engine:
         with events.phase("optimizer"):
             try:
                 if scale is None:
-                    self._require_finite("the loss", loss, update)
+                    require_finite("the loss", loss, self.strategy, self.num_steps + 1, update)
                 if self.gradient_hooks is not None:  # before overflows are looked for: a hook may make one
                     self.gradient_hooks.run(self.strategy)
                 is_done = self.precision.unscale(self.optimizer)
                 with (
-                    self._clipped(clip=is_done, is_scaled=scale is not None) as norm,
+                    self.gradient_norm.clipped(
+                        self.strategy, self.num_steps + 1, clip=is_done, is_scaled=scale is not None
+                    ) as norm,
                     self.learning_rate.updating(self.num_steps) as rate,
                 ):
                     self.precision.update(self.optimizer)
@@ -368,7 +336,6 @@ class Engine:
             self.learning_rate.advance()
         else:
             self.num_skipped += 1
-        self._unread_norm = self.last_norm = norm
         if self.forward_changes is not None and self.forward_changes.update_done():
             self.forward_changes = None
         self.ledger.commit(self.num_steps - int(is_done))
@@ -419,10 +386,10 @@ class Engine:
 
         All that uses or changes parameters calls it first. The update did not happen then, and is not counted.
         """
-        norm, self._unread_norm = self._unread_norm, None
-        if norm is not None and not math.isfinite(norm.wait()):
+        norm = self.gradient_norm.take_failed()
+        if norm is not None:
             self.num_steps -= 1
-            self._require_finite("the norm of the gradient", norm.wait())
+            require_finite("the norm of the gradient", norm, self.strategy, self.num_steps + 1)
 
     @property
     def checkpoints(self) -> EngineCheckpoints:
@@ -601,7 +568,8 @@ class Engine:
 
     def discard_update(self) -> None:
         """Give up the update in progress, and what is not yet known of the one before."""
-        self.update = self._unread_norm = None
+        self.update = None
+        self.gradient_norm.forget()
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -662,37 +630,3 @@ class Engine:
 
     def _place(self) -> list[int]:
         return [process_group.rank(), process_group.world_size()]
-
-    @contextmanager
-    def _clipped(self, *, clip: bool, is_scaled: bool) -> Iterator[HostValue | None]:
-        """Around the update: clip as the plan says and prevent an update with a norm that is not finite; yields it.
-
-        Under a loss scale the scaler has checked every gradient already: they are read again only to clip them.
-        """
-        max_norm = self.plan.training.gradient_clipping
-        if not clip or (is_scaled and max_norm is None):
-            yield None
-            return
-        total = self.strategy.clip_grad_norm(max_norm)
-        norm = HostValue(total)
-        if not is_scaled and decides_on_device(self.optimizer, total):
-            with only_if_finite(self.optimizer, total):
-                yield norm
-        else:
-            self._require_finite("the norm of the gradient", norm.wait())
-            yield norm
-
-    def _require_finite(self, what: str, value: float, update: Update | None = None) -> None:
-        """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""
-        if math.isfinite(value):
-            return
-        mine = value if update is None else float(update.loss)
-        rank = process_group.rank()
-        everyone = {rank: mine} if self.strategy.steps_alone else dict(enumerate(all_gather_object(mine)))
-        bad = [one for one, other in everyone.items() if not math.isfinite(other)]
-        raise NonFiniteLoss(
-            f"{what} of step {self.num_steps + 1} is {value}: no parameter was changed",
-            step=self.num_steps + 1,
-            ranks=bad,
-            rank=rank,
-        )

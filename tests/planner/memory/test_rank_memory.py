@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.bed.world import World
-from tests.planner.live_memory import char_gpt, measured_peak, wide
+from tests.planner.live_memory import char_gpt, measured_peak, measured_peak_of_lengths, wide
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
 from torsh_distributed.planner.memory.rank_memory import estimate_memory
@@ -58,3 +58,12 @@ def test_the_estimate_is_near_the_measured_peak(world: World, name: str) -> None
 )
 def test_every_estimate_is_near_the_measured_peak(world: World, build: Callable[[], nn.Module], name: str) -> None:
     compare(world, build, name)
+
+
+@pytest.mark.ranks
+def test_of_batches_of_different_lengths_the_longest_decides(world: World) -> None:
+    plan = Plan(dp=1, training={"batch_size": 16})
+    profile = profile_model(char_gpt(), plan, sequence=48)
+    table = estimate_memory(profile, plan, optimizer_named("AdamW"), device_type="cpu")
+    (measured,) = world.run(measured_peak_of_lengths, char_gpt, plan, (8, 48, 16, 33), num_ranks=1)
+    assert table.peak_bytes == pytest.approx(measured, rel=0.06), table.peak

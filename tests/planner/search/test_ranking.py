@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from tests.planner.live_memory import char_gpt, wide
@@ -140,3 +141,24 @@ def test_the_best_plan_of_a_mesh_is_the_best_of_all_its_variants() -> None:
             assert one.time.total_s < min(times)
         else:
             assert one.time.total_s == pytest.approx(min(times))
+
+
+def test_lengths_that_differ_fit_by_the_longest_and_take_the_time_of_the_mean() -> None:
+    def of(sequence: int, mean_sequence: int | None = None) -> Ranking:
+        machine = machine_named("a100-40gb")
+        return ranked_plans(
+            char_gpt(), world_size=1, machine=machine, base=BASE, sequence=sequence, mean_sequence=mean_sequence
+        )
+
+    longest, mean, both = of(64), of(16), of(64, 16)
+    assert both.plans[0].memory.peak_bytes == longest.plans[0].memory.peak_bytes
+    assert both.plans[0].time.total_s == mean.plans[0].time.total_s < longest.plans[0].time.total_s
+    assert both.tokens_per_sample == 16
+
+
+def test_a_mean_length_that_cannot_be_is_refused() -> None:
+    machine, example = machine_named("a100-40gb"), (torch.zeros(1, 8, dtype=torch.int64),)
+    with pytest.raises(InvalidArgument, match="a mean length of 64 tokens is above the longest, 16"):
+        ranked_plans(char_gpt(), world_size=1, machine=machine, sequence=16, mean_sequence=64)
+    with pytest.raises(InvalidArgument, match="cannot be told from an example"):
+        ranked_plans(char_gpt(), world_size=1, machine=machine, mean_sequence=64, example=example)

@@ -31,7 +31,8 @@ def member(worker: RpcWorker, *, lanes: tuple[str, ...] = ("small", "payload")) 
     """The lanes of a caller that knows the secret, for sending what a Link would not."""
     address = worker.info.unix_name
     opened = {
-        name: Connection.connect(address, worker._secret, PROTOCOL, limits=LIMITS, timeout_s=10) for name in lanes
+        name: Connection.connect(address, worker.directory.secret(), PROTOCOL, limits=LIMITS, timeout_s=10)
+        for name in lanes
     }
     for name, lane in opened.items():
         lane.send([HELLO, "link of a test", name, "stranger"])

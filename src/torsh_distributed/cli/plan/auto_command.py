@@ -10,6 +10,7 @@ import typer
 
 from torsh_distributed.cli.plan.fit_command import (
     Assignments,
+    MeanSequence,
     Memory,
     ModelName,
     OptimizerName,
@@ -54,6 +55,7 @@ def auto(
     ] = None,
     plan: PlanOption = None,
     sequence: Sequence = None,
+    mean_sequence: MeanSequence = None,
     optimizer: OptimizerName = None,
     reserve: Reserve = 0.05,
     assignments: Assignments = None,
@@ -89,6 +91,7 @@ def auto(
         memory_bytes=None if memory is None else memory_bytes(memory),
         reserve=reserve,
         sequence=sequence,
+        mean_sequence=mean_sequence,
         example=found.example,
         is_simple=simple,
         batch="auto" if batch == "auto" else None,

@@ -36,7 +36,19 @@ Memory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Of one device, such as 80GB; else that of this machine's."),
 ]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=1, metavar="TOKENS", help="Tokens of a sample.")]
+Sequence = Annotated[
+    int | None,
+    typer.Option("--sequence", min=1, metavar="TOKENS", help="Tokens of a sample; of the longest where they differ."),
+]
+MeanSequence = Annotated[
+    int | None,
+    typer.Option(
+        "--mean-sequence",
+        min=1,
+        metavar="TOKENS",
+        help="Of a sample with its padding, where batches differ: times are for it, memory is for --sequence.",
+    ),
+]
 OptimizerName = Annotated[
     str | None, typer.Option("--optimizer", metavar="NAME", help="Of torch.optim; left out, AdamW is assumed.")
 ]

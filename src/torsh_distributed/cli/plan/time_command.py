@@ -10,6 +10,7 @@ import typer
 
 from torsh_distributed.cli.plan.fit_command import (
     Assignments,
+    MeanSequence,
     ModelName,
     OptimizerName,
     PlanOption,
@@ -43,6 +44,7 @@ def time(
     batch: Batch = None,
     plan: PlanOption = None,
     sequence: Sequence = None,
+    mean_sequence: MeanSequence = None,
     optimizer: OptimizerName = None,
     deadline: Annotated[str | None, typer.Option(help="When it must be done: 30d, 12h.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in your currency.")] = None,
@@ -67,7 +69,9 @@ def time(
     wanted, limit_s = count_of(tokens), None if deadline is None else seconds_of(deadline)
     failures = failure_rates(mtbf, recovery, save)
     found = find_model(model)
-    question = _TimeQuestion(found.model, found.example, base, machine, optimizer, sequence, failures, price)
+    question = _TimeQuestion(
+        found.model, found.example, base, machine, optimizer, (sequence, mean_sequence), failures, price
+    )
     console = Console()
     rows = [(count, *question.answer(count, wanted)) for count in _counts(gpus)]
     _show(rows, console, limit_s)
@@ -99,7 +103,8 @@ class _TimeQuestion:
     base: Plan
     machine: str | None
     optimizer: str | None
-    sequence: int | None
+    lengths: tuple[int | None, int | None]
+    """Tokens of the longest sample, and of a mean one."""
     failures: FailureRates | None
     price: float | None
 
@@ -119,7 +124,8 @@ class _TimeQuestion:
             machine=machine_or_this(self.machine, count),
             base=self.base,
             optimizer=counted_optimizer(self.optimizer)[0].name,
-            sequence=self.sequence,
+            sequence=self.lengths[0],
+            mean_sequence=self.lengths[1],
             example=self.example,
         )
         if not ranking.plans:

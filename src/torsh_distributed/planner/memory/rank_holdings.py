@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from torsh_distributed import upward
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params
+from torsh_distributed.plan.compatibility.speed_rules import can_fuse_loss
 from torsh_distributed.planner.memory.optimizer_profile import OptimizerProfile
 from torsh_distributed.planner.memory.stage_parts import StagePart
 from torsh_distributed.planner.model.model_profile import (
@@ -31,6 +33,17 @@ def samples_per_pass(plan: Plan) -> int:
     training = plan.training
     per_pass = math.ceil(training.batch_size / plan.mesh.data_degree / training.gradient_accumulation)
     return math.ceil(per_pass / plan.pipeline.num_microbatches) if plan.mesh.pp > 1 else per_pass
+
+
+def fuses_loss(profile: ModelProfile, plan: Plan, device_type: str) -> bool:
+    """Whether training computes the loss without whole logits, as `should_defer` of the engine decides."""
+    fused, wanted = profile.fused_loss, plan.training.fused_loss
+    if fused is None or wanted is False:
+        return False
+    is_left_to_shards = not (fused.is_apart and plan.mesh.shard > 1)
+    return wanted is True or (
+        device_type == "cuda" and fused.is_automatic and is_left_to_shards and can_fuse_loss(plan)
+    )
 
 
 def held_bytes(amounts: HeldBytes, plan: Plan, samples: float) -> float:
@@ -84,6 +97,9 @@ class RankHoldings:
 
     def __post_init__(self) -> None:
         plan = self.plan
+        self.fused_loss = self.profile.fused_loss if fuses_loss(self.profile, plan, self.device_type) else None
+        if self.fused_loss is not None:
+            self.profile = self.profile.with_fused_loss
         self.tp, self.ep = plan.mesh.tp, plan.mesh.ep
         self.samples = samples_per_pass(plan) / plan.mesh.cp
         self.is_sharded = shards_params(plan)
@@ -215,6 +231,31 @@ class RankHoldings:
         if self.recomputed[index] is Recompute.WHOLE and not is_computing:
             return 0.0
         return self.weights(self.chain[index].saved, self.chain[index].params)
+
+    def loss_workspace(self) -> float:
+        """What a fused loss takes while it computes: logits of some tokens, and a copy of the head's weight."""
+        fused = self.fused_loss
+        if fused is None:
+            return 0.0
+        workspace = upward.load(upward.LOSS_WORKSPACE)
+        size: int = workspace(
+            math.ceil(fused.tokens.at(self.samples)),
+            fused.num_classes,
+            fused.width,
+            itemsize=fused.itemsize,
+            device_type=self.device_type,
+        )
+        head = fused.num_classes * fused.width * fused.itemsize
+        return size + (head if fused.copies_head and not self.is_sharded else 0)
+
+    def head_grad_buffer(self) -> float:
+        """What a fused loss sums the gradient of the head in, from the loss until its backward."""
+        return float(self.fused_loss.head_grad_bytes) if self.fused_loss is not None else 0.0
+
+    def head_grad_copy(self) -> float:
+        """The same buffer in backward, where it is not the gradient itself: that is another, or is added to one."""
+        is_gradient = not (self.is_sharded or self.keeps_grads) and self.param_size == 4
+        return 0.0 if is_gradient else self.head_grad_buffer()
 
     # --- pieces that are gathered ------------------------------------------------------------------------------------
 

@@ -131,14 +131,17 @@ class _RankEstimate(RankHoldings):
         after = self.profile.after
         done = self.shard_grads(after) if part.has_after and not self.is_sharded else 0.0
         if part.has_after:
-            for name, live in (("the loss", after.forward_live), ("backward of the loss", after.backward_live)):
+            is_fused = self.fused_loss is not None
+            computing = self.loss_workspace() + self.head_grad_buffer(), self.head_grad_copy()
+            lives = ("the loss", after.forward_live), ("backward of the loss", after.backward_live)
+            for (name, live), extra in zip(lives, computing, strict=True):
                 yield (
                     name,
                     {
                         "activations": self._before(part, part.end) + self._last_output(part),
-                        "computing": self.held(live),
+                        "computing": self.held(live) + extra,
                         "copies of weights": self.copies(part),
-                        "gradients": done,
+                        "gradients": 0.0 if is_fused and name == "the loss" else done,
                         "whole gradients": self.whole_grads(part, None),
                         "gathered parameters": self.gathered(part, None, is_backward=False),
                     },

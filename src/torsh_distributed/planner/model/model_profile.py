@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -147,6 +148,33 @@ class SegmentProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedLoss:
+    """Head and loss where logits exist for some tokens at a time (`training.fused_loss`)."""
+
+    after: SegmentProfile
+    """What runs after the last block, without the logits and without the buffer of the head's gradient."""
+    tokens: BatchAmount
+    """Of a microbatch, that have logits."""
+    num_classes: int
+    width: int
+    """Of the hidden states that the head turns into logits."""
+    itemsize: int
+    """Of a logit."""
+    copies_head: bool
+    """Whether the head's weight is copied into the format of computation."""
+    is_automatic: bool
+    """Whether `auto` takes it on a GPU, for plans that leave the head whole."""
+    is_apart: bool
+    """Whether shards gather the head by itself, so that it is gone when the loss is computed; `auto` does not fuse
+    then."""
+
+    @property
+    def head_grad_bytes(self) -> int:
+        """The buffer in which the gradient of the head's weight is summed, in fp32."""
+        return 4 * self.num_classes * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """All that the planner knows of a model. Made by `profile_model`; pure numbers."""
 
@@ -160,6 +188,8 @@ class ModelProfile:
     block_names: tuple[str, ...]
     after: SegmentProfile
     """What runs after the last block: norm, head, loss."""
+    fused_loss: FusedLoss | None
+    """The same with a fused loss, where the plan or the size of the head asks for one; None where none is possible."""
     tied_numel: int
     """Elements of parameters that `before` and `after` share; counted in `before`."""
     shared_saved: HeldBytes
@@ -220,6 +250,11 @@ class ModelProfile:
     def all_params(self) -> ParamCounts:
         """The parameters of the whole model."""
         return ParamCounts.sum_of([self.before.params, *(block.params for block in self.chain()), self.after.params])
+
+    @functools.cached_property
+    def with_fused_loss(self) -> ModelProfile:
+        """The same model, whose loss is fused."""
+        return self if self.fused_loss is None else dataclasses.replace(self, after=self.fused_loss.after)
 
     def step_flops(self, num_samples: float) -> float:
         """Forward and backward of `num_samples`, without recomputation."""

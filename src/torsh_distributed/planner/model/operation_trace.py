@@ -35,6 +35,16 @@ class TracedOperation(NamedTuple):
     """How many products, rows, columns, length of the sums."""
 
 
+class TracedLoss(NamedTuple):
+    """A loss that computes logits for some tokens at a time."""
+
+    num_tokens: int
+    num_classes: int
+    width: int
+    itemsize: int
+    copies_head: bool
+
+
 @dataclass
 class TracedSegment:
     """What happened while one part of the model ran, for one number of samples."""
@@ -58,6 +68,7 @@ class TracedSegment:
     output_bytes: int = 0
     gradients: set[int] = field(default_factory=set)
     """Storages that are gradients of parameters."""
+    fused_loss: TracedLoss | None = None
 
 
 class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -115,8 +126,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
             out = func(*args, **(kwargs or {}))
         given = list(_tensors((args, kwargs)))
         before = {self.number(leaf) for leaf in given}
-        fresh = [leaf for leaf in _tensors(out) if self.number(leaf) not in before]
+        # What deferred logits compute to know a shape has no memory.
+        fresh = [leaf for leaf in _tensors(out) if not leaf.is_meta and self.number(leaf) not in before]
         segment = self.segment
+        if _is_fused_loss(func):
+            fresh = self._without_head_gradients(args, out)
         if not fresh and not _is_in_place(func):
             return out
         counted = flops_of(func, args, kwargs or {}, out)
@@ -127,7 +141,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
         if counted is None:
             segment.moved[self.phase] += moved
         segment.num_kernels[self.phase] += 1
-        segment.operations[self.phase].append(_traced(func, args, out, moved, 0 if counted is None else counted[0]))
+        if segment.fused_loss is not None and _is_fused_loss(func):
+            segment.operations[self.phase] += _products_of(segment.fused_loss)
+        else:
+            flops = 0 if counted is None else counted[0]
+            segment.operations[self.phase].append(_traced(func, args, out, moved, flops))
         held = self._held_after(func, before)
         for leaf in fresh:
             number = self.number(leaf)
@@ -137,6 +155,20 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
             if is_costly(func) and self.phase == "forward":
                 segment.selective.add(number)
         return out
+
+    def _without_head_gradients(self, args: Any, out: Any) -> list[Tensor]:
+        """Notes a fused loss; its results but for the gradients of head and bias, whose size no batch changes.
+
+        Whether that buffer is the gradient itself, or there beside it, depends on the plan.
+        """
+        hidden, weight, dtype = args[0], args[1], args[6]
+        loss, to_hidden, *to_head = out
+        classes, width = weight.shape
+        self.segment.fused_loss = TracedLoss(
+            hidden.shape[0], classes, width, dtype.itemsize, copies_head=weight.dtype is not dtype
+        )
+        self._params.update(map(self.number, to_head))
+        return [loss, to_hidden]
 
     def _held_after(self, func: Any, given: set[int]) -> Held | None:
         if func is torch.ops.aten._to_copy.default and given <= self._params:
@@ -219,6 +251,19 @@ def _traced(func: Any, args: Any, out: Any, moved: int, flops: int) -> TracedOpe
         rows = first.numel() // columns
     length = max(1, flops // (2 * count * rows * columns))
     return TracedOperation(name, flops, moved, (count, rows, columns, length))
+
+
+def _is_fused_loss(func: Any) -> bool:
+    return bool(str(func) == "torsh.linear_cross_entropy.default")
+
+
+def _products_of(loss: TracedLoss) -> list[TracedOperation]:
+    """The work of a fused loss: logits, both gradients, and what turns logits into their gradients."""
+    tokens, classes, width, itemsize, _ = loss
+    flops, logits = 2 * tokens * classes * width, tokens * classes * itemsize
+    shapes = ((tokens, classes, width), (tokens, width, classes), (classes, width, tokens))
+    products = [TracedOperation("mm", flops, logits, (1, *shape)) for shape in shapes]
+    return [*products, TracedOperation("_log_softmax", 0, 2 * logits, None)]
 
 
 def _is_in_place(func: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torsh_distributed import upward
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.parallel.models.wrapping import repeated_layers
 from torsh_distributed.parallel.tensor.planning.planned_rows import SplitStyle
@@ -24,6 +25,7 @@ from torsh_distributed.planner.model.example_batch import BatchShape, batch_shap
 from torsh_distributed.planner.model.fake_model import fake_tensors
 from torsh_distributed.planner.model.model_profile import (
     BatchAmount,
+    FusedLoss,
     Held,
     HeldBytes,
     ModelProfile,
@@ -67,7 +69,10 @@ def profile_model(
     tensors, refusal = _tensor_plan(model, chosen)
     layers = repeated_layers(model)
     with _traceable(model, shape):
-        one, two = (_trace(model, layers, shape, number, chosen, tensors) for number in (2, 3))
+        one, two = (_trace(model, layers, shape, number, chosen, tensors=tensors) for number in (2, 3))
+        fused = None
+        if _may_fuse_loss(model, chosen):
+            fused = [_trace(model, layers, shape, run.num_samples, chosen, known=run.known) for run in (one, two)]
     params = param_counts(model, layers, one.called_before, tensors)
     blocks = tuple(
         _segment(type(layers[name]).__name__, params[name], one, two, index) for index, name in enumerate(one.first_of)
@@ -79,6 +84,7 @@ def profile_model(
         order=tuple(index for _, index in one.calls),
         block_names=tuple(name for name, _ in one.calls),
         after=_segment(AFTER, params[AFTER], one, two, AFTER),
+        fused_loss=None if fused is None else _fused_loss(model, chosen, params[AFTER], *fused),
         tied_numel=tied_numel(model, layers, one.called_before, one.called_after),
         shared_saved=_lines(one.shared(), two.shared()),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
@@ -126,12 +132,41 @@ def _tensor_plan(model: nn.Module, plan: Plan) -> tuple[TensorPlan | None, str |
         return None, error.message
 
 
+def _may_fuse_loss(model: nn.Module, plan: Plan) -> bool:
+    """Whether some layout of the plan computes the loss without whole logits."""
+    wanted, logits = plan.training.fused_loss, upward.load(upward.DEFERRED_LOGITS)
+    return wanted is True or (wanted == "auto" and bool(logits.has_large_head(model)))
+
+
+def _fused_loss(model: nn.Module, plan: Plan, params: ParamCounts, one: _Run, two: _Run) -> FusedLoss | None:
+    """Head and loss of two traces with deferred logits; None if the loss has asked for the logits themselves."""
+    first, second = one.segments[AFTER].fused_loss, two.segments[AFTER].fused_loss
+    if first is None or second is None:
+        return None
+    logits = upward.load(upward.DEFERRED_LOGITS)
+    return FusedLoss(
+        after=_segment(AFTER, params, one, two, AFTER),
+        tokens=BatchAmount.through(first.num_tokens, second.num_tokens),
+        num_classes=first.num_classes,
+        width=first.width,
+        itemsize=first.itemsize,
+        copies_head=first.copies_head,
+        is_automatic=logits.has_large_head(model),
+        is_apart=logits.is_head_apart(model, plan),
+    )
+
+
 @dataclass
 class _Run:
     """One trace of the whole model."""
 
     trace: OperationTrace
-    segments: dict[Any, TracedSegment] = field(default_factory=dict)
+    num_samples: int
+    known: dict[str, tuple[int, Any]]
+    """Distinct blocks that are traced already: their numbers and results."""
+    segments: dict[Any, TracedSegment] = field(
+        default_factory=lambda: {BEFORE: TracedSegment(), AFTER: TracedSegment()}
+    )
     """By number of a distinct block, and the two around the blocks."""
     first_of: list[str] = field(default_factory=list)
     """The first block of each distinct one."""
@@ -167,22 +202,22 @@ class _TracedBlock:
     Each result begins a graph of its own, so a block's backward is run, and seen, by itself.
     """
 
-    def __init__(self, name: str, block: nn.Module, run: _Run, known: dict[str, tuple[int, Any]]) -> None:
-        self._name, self._block, self._run, self._known = name, block, run, known
+    def __init__(self, name: str, block: nn.Module, run: _Run) -> None:
+        self._name, self._block, self._run = name, block, run
         self._forward = block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         key = repr((type(self._block), repr(self._block), tree_map(_describe, (args, kwargs)), _shapes(self._block)))
-        if key not in self._known:
+        if key not in run.known:
             index = len(run.first_of)
             run.first_of.append(self._name)
             run.segments[index] = TracedSegment()
             outside, run.trace.segment = run.trace.segment, run.segments[index]
             out = self._traced(run.segments[index], args, kwargs)
             run.trace.segment = outside
-            self._known[key] = (index, out)
-        index, out = self._known[key]
+            run.known[key] = (index, out)
+        index, out = run.known[key]
         run.calls.append((self._name, index))
         for number in {run.trace.number(leaf) for leaf in _tensors((args, kwargs))}:
             run.given_to[number] += 1
@@ -223,22 +258,26 @@ def _trace(
     shape: BatchShape,
     num_samples: int,
     plan: Plan,
-    tensors: TensorPlan | None,
+    *,
+    tensors: TensorPlan | None = None,
+    known: dict[str, tuple[int, Any]] | None = None,
 ) -> _Run:
+    """One trace. With `known`, what an earlier one has found of the blocks, it is one with deferred logits."""
     was_training = [module.training for module in model.modules()]
     with ExitStack() as stack:
         mode = stack.enter_context(fake_tensors(model))
         del mode
         trace = OperationTrace([*model.parameters(), *model.buffers()])
-        run = _Run(trace, {BEFORE: TracedSegment(), AFTER: TracedSegment()})
+        run = _Run(trace, num_samples, {} if known is None else known)
         trace.segment = run.segments[BEFORE]
         stack.callback(follow_split_layers(trace, _split_modules(model, tensors)))
         for name, module in model.named_modules():
             if not any(name == one or name.startswith(f"{one}.") for one in layers):
                 stack.callback(module.register_forward_pre_hook(_noting(run, name)).remove)
-        known: dict[str, tuple[int, Any]] = {}
         for name, block in layers.items():
-            vars(block)["forward"] = _TracedBlock(name, block, run, known)
+            vars(block)["forward"] = _TracedBlock(name, block, run)
+        if known is not None:
+            upward.load(upward.DEFERRED_LOGITS).defer_logits(model)
         dtype = _DTYPES[plan.precision.dtype]
         stack.enter_context(experts_as_trained(model, is_cast=dtype is torch.bfloat16))
         model.train()

@@ -14,6 +14,7 @@ from torsh_distributed.planner.machine.machine_profile import MachineProfile, ma
 from torsh_distributed.planner.machine.this_machine import this_machine
 from torsh_distributed.planner.memory.memory_table import GB
 from torsh_distributed.planner.memory.optimizer_profile import optimizer_named, optimizer_or_assumed
+from torsh_distributed.planner.model.model_profile import ModelProfile
 from torsh_distributed.planner.model.profiling import profile_model
 from torsh_distributed.planner.search.model_limits import ModelLimits
 from torsh_distributed.planner.search.ranking import PlanSearch, RankedPlan, Ranking
@@ -31,6 +32,7 @@ def ranked_plans(
     memory_bytes: float | None = None,
     reserve: float = DEFAULT_RESERVE,
     sequence: int | None = None,
+    mean_sequence: int | None = None,
     example: Any = None,
     is_simple: bool = False,
     batch: Literal["auto"] | None = None,
@@ -38,14 +40,17 @@ def ranked_plans(
     """Every legal layout of `world_size` ranks that fits, the fastest first, and why the others do not.
 
     `base` gives batch, formats and all that the search leaves alone. `reserve` is the share of a device's memory
-    that stays free. With `batch = "auto"` a layout takes the microbatch that is the fastest of those that fit, and as
-    many passes as the wanted batch needs, which may then be a little larger: that of `base`, else 32·sqrt(ranks).
+    that stays free. Where lengths differ, `sequence` is the longest and decides what fits, `mean_sequence` that of a
+    mean sample with its padding and decides how long a step takes. With `batch = "auto"` a layout takes the microbatch
+    that is the fastest of those that fit, and as many passes as the wanted batch needs, which may then be a little
+    larger: that of `base`, else 32·sqrt(ranks).
     """
     chosen = base or Plan()
     if batch == "auto" and "batch_size" not in chosen.training.model_fields_set:
         chosen = chosen.replace(training={"batch_size": round(32 * math.sqrt(world_size))})
     search = PlanSearch(
         profile=profile_model(model, chosen, sequence=sequence, example=example),
+        mean_profile=_mean_profile(model, chosen, mean_sequence, example),
         base=chosen,
         machine=machine,
         optimizer=optimizer_named(optimizer),
@@ -56,6 +61,17 @@ def ranked_plans(
         is_batch_free=batch == "auto",
     )
     return search.rank()
+
+
+def _mean_profile(model: nn.Module, plan: Plan, mean_sequence: int | None, example: Any) -> ModelProfile | None:
+    if mean_sequence is None:
+        return None
+    if example is not None:
+        raise InvalidArgument(
+            "a mean length cannot be told from an example, whose tensors have one length",
+            hint="leave --mean-sequence out, and give an example of the longest samples",
+        )
+    return profile_model(model, plan, sequence=mean_sequence)
 
 
 def best_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import MachineProfile
 from torsh_distributed.planner.machine.step_time import StepPredictor, StepTime
@@ -80,6 +80,8 @@ class PlanSearch:
     world_size: int
     limit_bytes: float
     limits: ModelLimits
+    mean_profile: ModelProfile | None = None
+    """Of samples of mean length, which steps take their time for; None where all are equal."""
     is_simple: bool = False
     """Whether to look at replicas and shards only."""
     is_batch_free: bool = False
@@ -89,7 +91,14 @@ class PlanSearch:
         self._variants = PlanVariants(
             self.base, has_blocks=self.profile.num_blocks > 0, is_batch_free=self.is_batch_free
         )
-        self._predictor = StepPredictor(self.profile, self.machine, self.optimizer)
+        if self.mean_profile is not None and self.mean_profile.tokens_per_sample > self.profile.tokens_per_sample:
+            raise InvalidArgument(
+                f"a mean length of {self.mean_profile.tokens_per_sample} tokens is above the longest,"
+                f" {self.profile.tokens_per_sample}",
+                hint="give the longest with --sequence",
+            )
+        self._timed_profile = self.mean_profile or self.profile
+        self._predictor = StepPredictor(self._timed_profile, self.machine, self.optimizer)
         device_type = self.machine.device_type
         self._recomputing = RecomputeSearch(self.profile, self._predictor, self.optimizer, device_type)
         self._too_large: dict[str, list[tuple[Variant, float]]] = {}
@@ -99,7 +108,7 @@ class PlanSearch:
 
     def rank(self) -> Ranking:
         """Every legal layout that fits, the fastest first; ties within 3 % go to the simpler plan."""
-        ranking = Ranking(tokens_per_sample=self.profile.tokens_per_sample, limit_bytes=self.limit_bytes)
+        ranking = Ranking(tokens_per_sample=self._timed_profile.tokens_per_sample, limit_bytes=self.limit_bytes)
         per_node, cp = self.machine.devices_per_node, max(1, self.base.mesh.cp)
         for mesh in meshes(self.world_size, self.profile, devices_per_node=per_node, cp=cp):
             if self.is_simple and max(mesh["tp"], mesh["pp"], mesh["ep"]) > 1:

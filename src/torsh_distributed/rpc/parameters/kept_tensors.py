@@ -27,6 +27,8 @@ from torsh_distributed.errors import CheckpointError, MemoryAllocationFailed
 
 Change = tuple[str, Tensor | None]
 """A tensor that is about to change: its name, and which of its rows (int64), or all of it."""
+_ALIGNMENT = 16
+"""Of what is in the undo file, so that its bytes can be viewed as numbers of any dtype."""
 _RECORD, _UNDO, _UNDO_RECORD, _TENSOR = "record", "undo.bytes", "undo", "tensor-"
 
 
@@ -145,23 +147,26 @@ class KeptTensors:
 
     def _keep_old(self, changes: list[Change]) -> None:
         entries: list[list[Any]] = []
-        pieces: list[Tensor] = []
         place = 0
         for name, rows in changes:
-            tensor = self._tensors[name]
-            if rows is not None:
-                pieces.append(rows)
-                tensor = tensor[rows]
-            pieces.append(tensor)
             entries.append([name, place, None if rows is None else rows.numel()])
-            place += tensor.nbytes + (0 if rows is None else rows.nbytes)
+            place += self._tensors[name].nbytes if rows is None else rows.nbytes + self._row_bytes(name, rows.numel())
+            place += -place % _ALIGNMENT
         memory = self._undo_memory(place)
-        place = 0
-        for piece in pieces:
-            memory[place : place + piece.nbytes].copy_(_bytes(piece))
-            place += piece.nbytes
+        for (name, rows), (_, place, _) in zip(changes, entries, strict=True):
+            tensor = self._tensors[name]
+            if rows is None:
+                memory[place : place + tensor.nbytes].copy_(_bytes(tensor))
+                continue
+            start = place + rows.nbytes
+            memory[place:start].copy_(_bytes(rows))
+            old = memory[start : start + self._row_bytes(name, rows.numel())].view(tensor.dtype)
+            torch.index_select(tensor, 0, rows, out=old.view(rows.numel(), *tensor.shape[1:]))
         # All bytes are there before the record that speaks of them.
         _replace(self.directory / _UNDO_RECORD, {"number": self._number, "entries": entries})
+
+    def _row_bytes(self, name: str, num_rows: int) -> int:
+        return num_rows * math.prod(self._tensors[name].shape[1:]) * self._tensors[name].itemsize
 
     def _undo_memory(self, num_bytes: int) -> Tensor:
         if self._undo is None or self._undo.numel() < num_bytes:
@@ -190,9 +195,9 @@ class KeptTensors:
                 _bytes(tensor).copy_(memory[place : place + tensor.nbytes])
                 continue
             rows = memory[place : place + 8 * num_rows].clone().view(torch.int64)
-            row_bytes = num_rows * (tensor.nbytes // max(1, tensor.shape[0]))
-            old = memory[place + rows.nbytes : place + rows.nbytes + row_bytes].clone()
-            tensor[rows] = old.view(tensor.dtype).view(num_rows, *tensor.shape[1:])
+            start = place + rows.nbytes
+            old = memory[start : start + self._row_bytes(name, num_rows)].clone()
+            tensor.index_copy_(0, rows, old.view(tensor.dtype).view(num_rows, *tensor.shape[1:]))
         # The next change overwrites these bytes: nobody may take them for the old ones again.
         (self.directory / _UNDO_RECORD).unlink()
 

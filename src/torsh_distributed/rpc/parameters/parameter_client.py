@@ -156,10 +156,14 @@ class ParameterClient:
         }
         begun_s = time.monotonic()
         replies = self._links.call("pull_rows", args)
-        found = torch.empty(flat.numel(), dim)
-        for server, (version, packed) in replies.items():
-            self._versions[server] = version
-            found[places[server]] = unpack(packed[name])
+        self._versions.update({server: version for server, (version, _) in replies.items()})
+        values = {server: unpack(packed[name]) for server, (_, packed) in replies.items()}
+        if len(places) == 1:
+            [found] = values.values()
+        else:
+            found = torch.empty(flat.numel(), dim)
+            for server, value in values.items():
+                found[places[server]] = value
         self._tell("pull", begun_s, [packed[name] for _, packed in replies.values()])
         return found.view(*rows.shape, dim)
 
@@ -254,11 +258,11 @@ class ParameterClient:
                 parts[server][name] = (local, self._packer.pack_rows(name, values[place], step))
         return parts
 
-    def _places(self, rows: Tensor) -> dict[str, Tensor]:
-        """For each server where in `rows` its rows are."""
+    def _places(self, rows: Tensor) -> dict[str, Tensor | slice]:
+        """For each server where in `rows` its rows are; all of them without a copy where there is one server."""
         names = self._links.names
         if len(names) == 1:
-            return {names[0]: torch.arange(rows.numel())}
+            return {names[0]: slice(None)}
         return {server: (rows % len(names) == index).nonzero()[:, 0] for index, server in enumerate(names)}
 
     def _home(self, name: str) -> str:

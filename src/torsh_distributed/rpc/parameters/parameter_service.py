@@ -314,7 +314,7 @@ class ParameterService:
             found = {}
             for name, rows in wanted.items():
                 shard.check_rows(name, rows)
-                found[name] = pack_values(name, shard.tensor(name)[rows], codec, version)
+                found[name] = pack_values(name, shard.tensor(name).index_select(0, rows), codec, version)
             self._counts.sent_bytes += packed_bytes(found.values())
         return version, found
 

@@ -258,18 +258,18 @@ class RowOptimizer:
     def step(self, rows: Tensor, gradient: Tensor) -> None:
         """Each row at most once."""
         table = self._kept[f"p/{self._name}"]
-        param = nn.Parameter(table[rows])
+        param = nn.Parameter(table.index_select(0, rows))
         param.grad = gradient.to(table.dtype)
         state = {key: self._kept[f"s/{key}/{self._name}"] for key in self._state}
         optimizer = self._make([param])
         optimizer.state[param].update(
-            {key: value[rows] if value.dim() == 2 else value.clone() for key, value in state.items()}
+            {key: value.index_select(0, rows) if value.dim() == 2 else value.clone() for key, value in state.items()}
         )
         optimizer.step()
-        table[rows] = param.detach()
+        table.index_copy_(0, rows, param.detach())
         for key, value in state.items():
             if value.dim() == 2:
-                value[rows] = optimizer.state[param][key]
+                value.index_copy_(0, rows, optimizer.state[param][key])
             else:
                 value.copy_(optimizer.state[param][key])
 
@@ -319,11 +319,10 @@ def _cannot_do_rows(make: Callable[..., torch.optim.Optimizer], reason: str) -> 
 
 def summed(rows: Tensor, gradient: Tensor) -> RowGradients:
     """Each row once, with the sum of its gradients in the order in which they come."""
+    in_order = rows.sort().values
+    if not bool((in_order[1:] == in_order[:-1]).any()):
+        return rows, gradient
     unique, place = torch.unique(rows, return_inverse=True)
-    if unique.numel() == rows.numel():
-        total = torch.empty_like(gradient)
-        total[place] = gradient
-        return unique, total
     return unique, gradient.new_zeros((unique.numel(), *gradient.shape[1:])).index_add_(0, place, gradient)
 
 

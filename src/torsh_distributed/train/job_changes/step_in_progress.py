@@ -18,8 +18,9 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.data.interrupted_gradients import InterruptedGradients, finish_average, keep_gradients
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, RankBatch, count_samples, split_rows, to_device
-from torsh_distributed.train.engine import Engine, Update
+from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.speed.attention_kernel import attending_with
+from torsh_distributed.train.update import Update
 
 
 @dataclass(frozen=True)

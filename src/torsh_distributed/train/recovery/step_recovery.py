@@ -23,13 +23,13 @@ from typing_extensions import override
 from torsh_distributed.checkpoint.random_generators import random_state, restore_random_state
 from torsh_distributed.errors import InternalError, MemoryAllocationFailed, NonFiniteLoss, first_line
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.parallel.state.held_state import SavedState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import WholeLayout
 from torsh_distributed.plan.sections.recovery import RecoveryConfig
 from torsh_distributed.train.batches import Batch, count_samples
 from torsh_distributed.train.checkpointing import EngineCheckpoints, Resumable
 from torsh_distributed.train.recovery.open_incidents import OpenIncidents
+from torsh_distributed.train.update import GradientNorm
 
 
 class StateSnapshot(SavedState):
@@ -89,7 +89,7 @@ _NUM_SNAPSHOTS = 2
 class Recoverable(Resumable, Protocol):
     """What of an Engine a step consists of."""
 
-    last_norm: HostValue | None
+    gradient_norm: GradientNorm
 
     @property
     def checkpoints(self) -> EngineCheckpoints:
@@ -200,7 +200,7 @@ class StepRecovery:
             return None
         if config.max_loss is not None and not loss <= config.max_loss:
             return f"the loss of step {self._engine.num_steps} is {loss:g}, above recovery.max_loss {config.max_loss:g}"
-        norm = self._engine.last_norm
+        norm = self._engine.gradient_norm.last
         if config.max_gradient_norm is not None and norm is not None and not norm.wait() <= config.max_gradient_norm:
             return (
                 f"the norm of the gradient of step {self._engine.num_steps} is {norm.wait():g}, above"

@@ -225,14 +225,25 @@ def should_defer(model: nn.Module, plan: Plan, device: torch.device) -> bool:
     """Whether the plan wants the model's logits deferred; `auto` does on a GPU, for a large head that can be."""
     if plan.training.fused_loss != "auto":
         return plan.training.fused_loss
-    found = find_head(model) if device.type == "cuda" and can_fuse_loss(plan) else None
+    is_possible = device.type == "cuda" and can_fuse_loss(plan) and has_large_head(model)
+    # A head that is gathered by itself is gone when the loss is computed.
+    return is_possible and not (plan.mesh.shard > 1 and is_head_apart(model, plan))
+
+
+def has_large_head(model: nn.Module) -> bool:
+    """Whether the model has one plain linear head, of so many classes that `auto` defers its logits."""
+    found = find_head(model)
     if found is None:
         return False
-    name, head = found
-    # A head that is gathered by itself is gone when the loss is computed.
-    pieces = pieces_of(model, plan.fsdp) if plan.mesh.shard > 1 else {}
-    is_apart = any(name == piece or name.startswith(f"{piece}.") for piece in pieces)
-    return type(head) is nn.Linear and "forward" not in vars(head) and head.out_features >= LARGE_HEAD and not is_apart
+    head = found[1]
+    return type(head) is nn.Linear and "forward" not in vars(head) and head.out_features >= LARGE_HEAD
+
+
+def is_head_apart(model: nn.Module, plan: Plan) -> bool:
+    """Whether shards would gather the head by itself, or with a part of the model."""
+    found = find_head(model)
+    names = pieces_of(model, plan.fsdp)
+    return found is not None and any(found[0] == piece or found[0].startswith(f"{piece}.") for piece in names)
 
 
 def defer_logits(model: nn.Module, *, stops_if_asked: bool = False) -> DeferredHead:

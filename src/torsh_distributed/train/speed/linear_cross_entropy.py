@@ -49,6 +49,17 @@ def linear_cross_entropy(
     return loss
 
 
+def workspace_bytes(num_tokens: int, num_classes: int, width: int, *, itemsize: int, device_type: str) -> int:
+    """What the loss takes for the moment, beside its gradients and a copy of the head: an estimate for planners.
+
+    Logits of `itemsize` bytes for the tokens of a chunk, in fp32 too where no kernel turns them into their gradients in
+    place, and what the products read and give.
+    """
+    at_once = min(num_tokens, _chunk_tokens(num_classes, device_type))
+    of_logit = itemsize if device_type == "cuda" else itemsize + 4
+    return at_once * (num_classes * of_logit + width * itemsize)
+
+
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> None:
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise TensorShapeMismatch(
@@ -141,6 +152,8 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
+    # Nobody uses the gradients outside: torch would make zeros for theirs, as large as the head.
+    ctx.set_materialize_grads(False)
     ctx.dtypes = [None if one is None else one.dtype for one in inputs[:3]]
     ctx.needed = inputs[-3:]
 

@@ -1,4 +1,4 @@
-"""The server of TCP and Unix stores: one thread, one table, and every connection proves the job's secret first.
+"""The server of TCP and Unix stores: one thread, and every connection proves the job's secret before a request is read.
 
 Not asyncio: its streams take three times as long per request as the table does. Imports no torch, so the process that
 serves a job's store starts in milliseconds.
@@ -7,9 +7,6 @@ serves a job's store starts in milliseconds.
 from __future__ import annotations
 
 import errno
-import heapq
-import itertools
-import json
 import os
 import select
 import socket
@@ -18,14 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torsh_distributed.comm.store.table import Table
 from torsh_distributed.comm.store.tcp import tcp_protocol
-from torsh_distributed.comm.store.tcp.tcp_protocol import TcpField
+from torsh_distributed.comm.store.tcp.store_requests import StoreRequests
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
 from torsh_distributed.comm.trust.job_secret import is_same_machine, peer_name, peer_uid
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
-from torsh_distributed.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torsh_distributed.comm.trust.tls_channel import TlsChannel
@@ -38,7 +33,6 @@ _CHANCE_S = 0.5
 # torch's server closes the connection if a client's first message arrives in pieces, so it is forwarded whole.
 _TORCH_OPENING_BYTES = 5
 _HEADER_BYTES = tcp_protocol.FRAME_HEADER.size
-_KEY_HEADER_BYTES = tcp_protocol.KEY_HEADER.size
 
 TorchForwarder = Callable[[socket.socket, bytes], None]
 
@@ -58,19 +52,6 @@ class _StorePeer:
         self.outbox = bytearray()
         self.is_open = True
         self.is_ours = False
-
-
-class _KeyWait:
-    """A client that waits for keys. It is kept under one that is missing, and looks again when that arrives."""
-
-    __slots__ = ("is_over", "keys", "next_index", "peer")
-
-    def __init__(self, peer: _StorePeer, keys: list[str]) -> None:
-        self.peer = peer
-        self.keys = keys
-        self.next_index = 0
-        """Keys before this one were there when they were looked for."""
-        self.is_over = False
 
 
 class StoreLoop:
@@ -94,10 +75,7 @@ class StoreLoop:
         self._tls_secret = secret if tls is None else bound_secret(secret, tls.own_digest())
         self._report = report
         self._forward = forward
-        self._table = Table()
-        self._waiting: dict[str, list[_KeyWait]] = {}
-        self._deadlines: list[tuple[float, int, _KeyWait]] = []
-        self._order = itertools.count()
+        self._requests: StoreRequests[_StorePeer] = StoreRequests(self._tell)
         self._peers: dict[int, _StorePeer] = {}
         self._strangers: StrangerPool[_StorePeer] = StrangerPool()
         self._proof_deadlines: deque[tuple[float, _StorePeer]] = deque()
@@ -122,9 +100,7 @@ class StoreLoop:
         for listener in self._listeners:
             self._forget(listener)
         self._paused_until_s = None
-        self._table = Table()
-        self._waiting.clear()
-        self._deadlines.clear()
+        self._requests = StoreRequests(self._tell)
         self._listeners = list(listeners)
         for listener in self._listeners:
             listener.setblocking(False)
@@ -158,15 +134,16 @@ class StoreLoop:
 
     def _next_timeout_s(self) -> float | None:
         """Handle what is due, and return the time to the next deadline."""
+        requests = self._requests
         if not (
-            self._deadlines or self._proof_deadlines or self._strangers.has_refused or self._paused_until_s is not None
+            requests.deadlines
+            or self._proof_deadlines
+            or self._strangers.has_refused
+            or self._paused_until_s is not None
         ):
             return None
         now_s = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            wait = heapq.heappop(self._deadlines)[2]
-            if not wait.is_over:
-                self._end_wait(wait)
+        requests.end_due(now_s)
         while self._proof_deadlines and self._proof_deadlines[0][0] <= now_s:
             peer = self._proof_deadlines.popleft()[1]
             if peer in self._strangers:
@@ -178,8 +155,8 @@ class StoreLoop:
             self._report(self._strangers.summary(now_s))
             due_s = None
         moments = [due_s] if due_s is not None else []
-        if self._deadlines:
-            moments.append(self._deadlines[0][0])
+        if requests.deadlines:
+            moments.append(requests.deadlines[0][0])
         if self._proof_deadlines:
             moments.append(self._proof_deadlines[0][0])
         if self._paused_until_s is not None:
@@ -354,7 +331,7 @@ class StoreLoop:
                 body = bytes(data[start:stop])
                 if peer.receiving is not None:
                     peer.receiving.check(data[start - MAC_BYTES : start], body)
-                reply = self._answer(peer, body)
+                reply = self._requests.answer(peer, body)
                 if reply is not None:
                     replies.append(tcp_protocol.frame(reply, peer.sending))
                 position = stop
@@ -369,118 +346,11 @@ class StoreLoop:
         if replies:
             self._send(peer, b"".join(replies) if len(replies) > 1 else replies[0])
 
-    def _answer(self, peer: _StorePeer, body: bytes) -> bytes | None:
-        """Do one request on the table; None if there is no reply, or not yet."""
-        op = body[:1]
-        if op == tcp_protocol.SET:
-            start = _KEY_HEADER_BYTES
-            if len(body) >= start:
-                start += tcp_protocol.KEY_HEADER.unpack_from(body)[1]
-            if len(body) < start:
-                raise ValueError("a write ends within its key")
-            key = body[_KEY_HEADER_BYTES:start].decode()
-            self._table.set(key, body[start:], None)
-            if key in self._waiting:
-                self._wake(key)
-            return None
-        if op == tcp_protocol.GET:
-            value = self._table.get(body[1:].decode())
-            return tcp_protocol.MISSING if value is None else tcp_protocol.DONE + value
-        if op == tcp_protocol.CHECK:
-            return tcp_protocol.MISSING if self._table.entry(body[1:].decode()) is None else tcp_protocol.DONE
-        try:
-            if op == tcp_protocol.ADD:
-                return self._add(body)
-            if op != tcp_protocol.FIELDS:
-                raise ValueError(f"it asked for {op!r}")
-            name, *args = tcp_protocol.decode(body[1:]) or [None]
-            if name == b"wait":
-                return self._start_wait(peer, args)
-            return tcp_protocol.DONE + tcp_protocol.encode(self._apply(name, args))
-        except InvalidArgument as error:
-            return tcp_protocol.INVALID + json.dumps(error.to_dict()).encode()
-
-    def _add(self, body: bytes) -> bytes:
-        if len(body) < tcp_protocol.ADD_HEADER.size:
-            raise ValueError("an addition ends within its number")
-        key = body[tcp_protocol.ADD_HEADER.size :].decode()
-        total = self._table.add(key, tcp_protocol.ADD_HEADER.unpack_from(body)[1])
-        if key in self._waiting:
-            self._wake(key)
-        return tcp_protocol.DONE + str(total).encode()
-
-    def _apply(self, op: TcpField, args: list[TcpField]) -> list[TcpField]:
-        """Do one operation of the general form."""
-        table = self._table
-        match op, args:
-            case b"get", names:
-                return [table.get(key) for key in _keys(names)]
-            case b"set", [bytes(key), bytes(value), ttl_s]:
-                return self._write(key, lambda name: table.set(name, value, _seconds(ttl_s)))
-            case b"delete", [bytes(key)]:
-                return [tcp_protocol.number(int(table.delete(key.decode())))]
-            case b"cas", [bytes(key), expected, bytes(desired), ttl_s]:
-                swap = table.compare_and_swap(key.decode(), expected, desired, _seconds(ttl_s))
-                if swap:
-                    self._wake(key.decode())
-                return [tcp_protocol.number(int(swap.swapped)), swap.value]
-            case b"append", [bytes(key), bytes(suffix)]:
-                return self._write(key, lambda name: table.append(name, suffix))
-            case b"count", [bytes(prefix)]:
-                return [tcp_protocol.number(table.count(prefix.decode()))]
-            case b"flush", []:
-                return []
-        raise ValueError(f"it asked for {op!r} with {len(args)} arguments")
-
-    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[TcpField]:
-        name = key.decode()
-        result = action(name)
-        self._wake(name)
-        return [tcp_protocol.number(result)]
-
-    # Waiting for keys
-
-    def _start_wait(self, peer: _StorePeer, args: list[TcpField]) -> bytes | None:
-        """The reply if all keys are there or no time is given; otherwise the client is told later."""
-        timeout_s, *names = args
-        keys = _keys(names)
-        missing = self._table.missing(keys)
-        remaining_s = _seconds(timeout_s) or 0.0
-        if not missing or remaining_s <= 0:
-            return _still_missing(missing)
-        wait = _KeyWait(peer, keys)
-        self._keep_waiting(wait, keys.index(missing[0]))
-        heapq.heappush(self._deadlines, (time.monotonic() + remaining_s, next(self._order), wait))
-        return None
-
-    def _wake(self, key: str) -> None:
-        for wait in self._waiting.pop(key, ()):
-            if wait.is_over or not wait.peer.is_open:
-                continue
-            # From where it stopped: a wait for all ranks' keys would otherwise look at all of them for each that comes.
-            index = self._first_missing(wait.keys, wait.next_index)
-            if index is None:
-                index = self._first_missing(wait.keys, 0)  # one may have been deleted since
-            if index is None:
-                self._end_wait(wait)
-            else:
-                self._keep_waiting(wait, index)
-
-    def _first_missing(self, keys: list[str], start: int) -> int | None:
-        entry = self._table.entry
-        return next((index for index in range(start, len(keys)) if entry(keys[index]) is None), None)
-
-    def _keep_waiting(self, wait: _KeyWait, index: int) -> None:
-        wait.next_index = index
-        self._waiting.setdefault(wait.keys[index], []).append(wait)
-
-    def _end_wait(self, wait: _KeyWait) -> None:
-        wait.is_over = True
-        if wait.peer.is_open:
-            reply = _still_missing(self._table.missing(wait.keys))
-            self._send(wait.peer, tcp_protocol.frame(reply, wait.peer.sending))
-
     # Sending, and the end of a connection
+
+    def _tell(self, peer: _StorePeer, reply: bytes) -> None:
+        """Send a reply that comes later than its request."""
+        self._send(peer, tcp_protocol.frame(reply, peer.sending))
 
     def _send(self, peer: _StorePeer, data: bytes) -> None:
         if peer.outbox:
@@ -530,15 +400,3 @@ class StoreLoop:
         self.serve([])
         self._epoll.close()
         os.close(self._wakeup)
-
-
-def _keys(names: list[TcpField]) -> list[str]:
-    return [name.decode() for name in names if name is not None]
-
-
-def _seconds(field: TcpField) -> float | None:
-    return None if field is None else float(field)
-
-
-def _still_missing(keys: list[str]) -> bytes:
-    return tcp_protocol.DONE + tcp_protocol.encode([key.encode() for key in keys])

@@ -69,9 +69,9 @@ def test_a_reference_can_be_passed_on_and_keeps_the_object_alive_at_its_taker(ma
     counter = giver.remote("owner", there.Counter)
     assert giver.call("taker", there.increase_through, (counter,)) == 10
     giver.call("taker", there.keep, (counter,))
-    assert len(giver._held._given) == 2  # the giver keeps it alive until the taker has renewed
+    assert len(giver.references._given) == 2  # the giver keeps it alive until the taker has renewed
     taker._keep_house()
-    giver._held.forget_given(float("inf"))
+    giver.references.forget_given(float("inf"))
     del counter
     gc.collect()
     deadline_s = time.monotonic() + 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torsh_distributed.rpc.leases import LeaseTable
+from torsh_distributed.rpc.references.leases import LeaseTable
 
 
 def test_a_reference_lives_while_one_holder_renews() -> None:

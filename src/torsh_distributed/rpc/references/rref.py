@@ -1,11 +1,9 @@
-"""References to objects of other workers, and the objects of this one that others refer to."""
+"""`RRef`: a reference to an object that stays at its owner."""
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -14,7 +12,17 @@ from typing_extensions import override
 from torsh_distributed.errors import BackendNotInitialized, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.rpc.calling.remote_future import RemoteFuture, as_torch_future
 from torsh_distributed.rpc.directory import WorkerInfo
-from torsh_distributed.rpc.leases import LeaseTable
+from torsh_distributed.rpc.references.object_table import ObjectTable
+
+
+class ReferenceCounts(Protocol):
+    """What the worker knows of its references."""
+
+    def hold(self, owner: str, key: str) -> None:
+        """This process has one more reference to an object."""
+
+    def let_go(self, owner: str, key: str) -> None:
+        """One reference less."""
 
 
 class ReferenceHolder(Protocol):
@@ -23,6 +31,10 @@ class ReferenceHolder(Protocol):
     name: str
     timeout_s: float
     objects: ObjectTable
+
+    @property
+    def references(self) -> ReferenceCounts:
+        """What it counts."""
 
     def call(self, to: str, function: Any, args: Any = (), *, timeout_s: float | None = None) -> Any:
         """Call a function of another worker."""
@@ -39,12 +51,6 @@ class ReferenceHolder(Protocol):
 
     def find(self, to: str) -> WorkerInfo:
         """Where a worker is."""
-
-    def holds(self, owner: str, key: str) -> None:
-        """This process has one more reference to an object."""
-
-    def let_go(self, owner: str, key: str) -> None:
-        """One reference less."""
 
 
 _started: ReferenceHolder | None = None
@@ -81,8 +87,8 @@ class RRef:
         self._owner = owner
         self.key = key
         self._created = created
-        worker.holds(owner, key)
-        self._release = weakref.finalize(self, worker.let_go, owner, key)
+        worker.references.hold(owner, key)
+        self._release = weakref.finalize(self, worker.references.let_go, owner, key)
         self._release.atexit = False  # the lease ends by itself
 
     def owner(self) -> WorkerInfo:
@@ -179,114 +185,3 @@ class _Methods:
 
 def _seconds(timeout: float) -> float | None:
     return None if timeout < 0 else timeout
-
-
-class ObjectTable:
-    """The objects of this worker that others, or it itself, hold references to. Any thread."""
-
-    def __init__(self, name: str, lease_s: float, offered: Mapping[str, Any] | None = None) -> None:
-        """What is offered needs no holder: it stays."""
-        self._name = name
-        self._lock = threading.Lock()
-        self._objects: dict[str, Future[Any]] = {}
-        for key, value in (offered or {}).items():
-            self._objects[key] = Future()
-            self._objects[key].set_result(value)
-        self._leases = LeaseTable(lease_s)
-        self._num_made = 0
-
-    def __len__(self) -> int:
-        return len(self._objects)
-
-    def add(self, value: Any, holder: str) -> str:
-        """Keep an object; returns its key."""
-        with self._lock:
-            self._num_made += 1
-            key = f"{self._name}/{self._num_made}"
-        self.expect(key, holder).set_result(value)
-        return key
-
-    def expect(self, key: str, holder: str) -> Future[Any]:
-        """Room for an object that is being made."""
-        with self._lock:
-            if key in self._objects:
-                raise InvalidArgument("an object with this key is here already", key=key)
-            future: Future[Any] = Future()
-            self._objects[key] = future
-            self._leases.hold(key, holder, time.monotonic())
-            return future
-
-    def get(self, key: Any) -> Future[Any]:
-        """The object, or what making it raised. InvalidArgument if nobody held it any more."""
-        found = self._objects.get(key) if isinstance(key, str) else None
-        if found is None:
-            raise InvalidArgument(
-                "the object that this reference means is gone",
-                hint="its owner dropped it when no holder had renewed its lease; keep the RRef alive",
-                key=str(key)[:100],
-            )
-        return found
-
-    def holders(self, key: str) -> set[str]:
-        """Who holds an object."""
-        with self._lock:
-            return self._leases.holders(key)
-
-    def renew(self, keys: list[str], holder: str) -> None:
-        """A holder still has these, or has them from now on."""
-        with self._lock:
-            self._leases.renew(keys, holder, time.monotonic())
-
-    def release(self, key: str, holder: str) -> None:
-        """A holder gives one up."""
-        with self._lock:
-            if self._leases.release(key, holder):
-                self._objects.pop(key, None)
-
-    def drop_expired(self) -> None:
-        """Forget what nobody holds any more."""
-        with self._lock:
-            for key in self._leases.expired(time.monotonic()):
-                self._objects.pop(key, None)
-
-
-class HeldReferences:
-    """What this process holds of others' objects and its own, and what it gave away lately. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[tuple[str, str], int] = {}
-        self._given: list[tuple[float, RRef]] = []
-
-    def add(self, owner: str, key: str) -> None:
-        """One more reference."""
-        with self._lock:
-            self._counts[owner, key] = self._counts.get((owner, key), 0) + 1
-
-    def remove(self, owner: str, key: str) -> bool:
-        """One less; whether it was the last."""
-        with self._lock:
-            self._counts[owner, key] -= 1
-            if self._counts[owner, key]:
-                return False
-            del self._counts[owner, key]
-            return True
-
-    def give(self, reference: RRef, until_s: float) -> None:
-        """Keep a reference that another process will hold, until it does."""
-        with self._lock:
-            self._given.append((until_s, reference))
-
-    def forget_given(self, now_s: float) -> None:
-        """Let go of those whose takers have had their time."""
-        with self._lock:
-            given, self._given = self._given, [entry for entry in self._given if entry[0] > now_s]
-        del given  # without the lock, which collected references take
-
-    def by_owner(self) -> dict[str, list[str]]:
-        """The keys that are held, for each owner."""
-        found: dict[str, list[str]] = {}
-        with self._lock:
-            for owner, key in self._counts:
-                found.setdefault(owner, []).append(key)
-        return found

@@ -1,0 +1,1 @@
+"""Scripts as users of fairscale write them, by the style of its examples."""

@@ -1,0 +1,1 @@
+"""Scripts as users of horovod write them, by the style of its examples."""
