@@ -125,5 +125,5 @@ def test_a_device_finds_out_that_its_server_is_silent(tmp_path: Path) -> None:
 
 
 def test_an_end_needs_time_for_two_beats() -> None:
-    with pytest.raises(ConfigurationError, match="must have time for two beats"):
+    with pytest.raises(ConfigurationError, match=r"two beats.*\n.*\n.*lower beat_s \(--heartbeat-s\) to 7.5"):
         HeartbeatSettings(beat_s=10, expire_s=15)
