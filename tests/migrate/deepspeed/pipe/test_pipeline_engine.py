@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 from typing import Any
 
@@ -288,3 +290,22 @@ def test_a_pipeline_trains_as_deepspeeds_does(world: World, deepspeed_world: Dee
     for (mine, evaluated), (other, other_evaluated) in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
         assert evaluated == pytest.approx(other_evaluated, rel=1e-5)
+
+
+def _tells_what_has_no_effect() -> str:
+    from torsh_distributed.migrate import deepspeed
+    from torsh_distributed.migrate.deepspeed.pipe import pipeline_engine
+
+    said = io.StringIO()
+    pipeline_engine._log.addHandler(logging.StreamHandler(said))
+    net = deepspeed.PipelineModule(layers=[Layer(WIDTH)], num_stages=1, loss_fn=functional.mse_loss)
+    given = {**config(1, 0.0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=given)
+    return said.getvalue()
+
+
+def test_a_format_of_sums_that_a_pipeline_does_not_have_is_told(world: World) -> None:
+    (said,) = world.run(_tells_what_has_no_effect, num_ranks=1, backend="torsh", timeout_s=60)
+    assert (
+        "grad_accum_dtype fp32 has no effect in a pipeline: gradients of microbatches add up in torch.bfloat16" in said
+    )

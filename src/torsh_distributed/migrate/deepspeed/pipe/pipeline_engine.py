@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.batches import to_device
 from torsh_distributed.train.loss import loss_of
+
+_log = logging.getLogger(__name__)
 
 _CALLED = "Only train_batch() is accessible in pipeline mode."
 
@@ -304,6 +307,11 @@ def make_pipeline_engine(
         "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
         hint="use zero_optimization.stage 0 or 1: a stage is already a part of the model",
     )
+    if settings.accumulates_in_fp32 and process_group.rank() == 0:
+        _log.warning(
+            "data_types.grad_accum_dtype fp32 has no effect in a pipeline: gradients of microbatches add up in %s",
+            settings.dtype,
+        )
     model.to(rank_device())
     model.recompute_layers()
     cast_params(model, settings.dtype, None)
