@@ -92,6 +92,7 @@ def test_a_buffer_for_all_clients_of_one_speed_is_a_round() -> None:
     torch.testing.assert_close(buffered.seen, synchronous.seen, rtol=0, atol=1e-6)
 
 
+@pytest.mark.ranks
 def test_it_goes_on_where_it_was_and_does_not_depend_on_workers(tmp_path: Path) -> None:
     availability = Availability(dropout=0.2, stragglers=0.3)
     settings = config(AsyncBuffer(size=4, max_staleness=3), clients_per_round=5)

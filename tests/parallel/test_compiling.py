@@ -135,6 +135,7 @@ def test_layers_say_that_they_are_compiled_and_where_they_break(world: World) ->
     assert "0 (Breaking) cannot be compiled as one graph" in message
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_failure_names_a_path_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise torch._dynamo.exc.BackendCompilerFailed(fail, RuntimeError("g++ failed"), None)

@@ -131,6 +131,7 @@ def test_prune_leaves_what_it_cannot_read(saved: Path) -> None:
     assert (saved / "step-00000001").exists()
 
 
+@pytest.mark.ranks
 def test_looking_needs_no_torch(saved: Path) -> None:
     program = f"""
 import sys

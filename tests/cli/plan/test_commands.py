@@ -302,6 +302,7 @@ def test_the_drawing_shows_every_rank_once_within_a_terminal(
     assert sorted(int(rank) for rank in re.findall(r"(\d+)·", output)) == list(range(world))
 
 
+@pytest.mark.slow
 def test_the_drawing_has_the_schedule_of_a_pipeline_and_its_bubble(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text("[mesh]\ndp = 2\npp = 2\n[pipeline]\nnum_microbatches = 4\n")

@@ -57,6 +57,7 @@ def test_what_ssh_cannot_give_is_refused() -> None:
 
 
 @pytest.mark.needs_command("ssh")
+@pytest.mark.ranks
 def test_a_host_that_cannot_be_entered_is_told_at_once(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host shut\n  HostName 127.0.0.1\n  Port {free_port()}\n")

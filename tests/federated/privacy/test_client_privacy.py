@@ -90,6 +90,7 @@ def central(**changes: object) -> CentralPrivacy:
 
 
 @needs_accountant
+@pytest.mark.slow
 def test_a_run_ends_before_the_round_that_would_go_beyond_the_budget(tmp_path: Path) -> None:
     config = FederatedConfig(rounds=50, selection=PoissonSelection(0.3), privacy=central(budget=6.0))
     result = simulate(SmallTask(), num_clients=10, config=config, directory=tmp_path)

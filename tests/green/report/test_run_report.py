@@ -164,6 +164,7 @@ def test_a_run_that_was_not_metered_says_what_to_do() -> None:
         run_report(JobView())
 
 
+@pytest.mark.ranks
 def test_the_command_writes_json_and_a_page_from_event_files(tmp_path: Path) -> None:
     lines = []
     for second in range(1, 5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from torsh_distributed.parallel.pipeline import Timeline, compute_timeline, draw_schedule, schedule_text
@@ -27,6 +28,7 @@ def test_the_text_has_a_row_for_each_rank_and_the_bubble() -> None:
     assert shown(Timeline((), 2)) == ["nothing was scheduled"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_with_a_box_for_each_action(tmp_path: Path) -> None:
     timeline = compute_timeline(PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=4), 2)
     path = draw_schedule(timeline, tmp_path / "schedule.png", title="zbv")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.collectives.objects import all_gather_bytes, all_gather_object
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def compare_first_batch(first: Any, *, epoch: int, part: int, is_whole: bool) ->
     for rank, (other_part, other_whole, other_tensors) in enumerate(everyone):
         before = next(one for one, (their_part, _, _) in enumerate(everyone) if their_part == other_part)
         if everyone[before][1] != other_whole:
-            raise ConfigurationError(
+            raise InvalidArgument(
                 f"the first batch of epoch {epoch} differs between rank {before} and rank {rank}, which compute one"
                 " model together",
                 hint="let random transforms draw from a generator that is seeded for the sample, such as by its index:"
@@ -47,7 +47,7 @@ def compare_first_batch(first: Any, *, epoch: int, part: int, is_whole: bool) ->
             " repeats samples"
         )
         if other_tensors and everyone[0][2] and not set(other_tensors) & set(everyone[0][2]):
-            raise ConfigurationError(
+            raise InvalidArgument(
                 said,
                 hint="give every rank the whole stream in the same order: leave split_by_node, shard(…) and a rank's"
                 " own seed out. If only random transforms differ, seed them for the sample, or put its index into the"
@@ -59,7 +59,7 @@ def compare_first_batch(first: Any, *, epoch: int, part: int, is_whole: bool) ->
 
 
 def ending_together(batches: Iterable[T], *, epoch: int) -> Iterator[T]:
-    """The batches of a stream that does not say how long it is; ConfigurationError on every rank if it ends on some.
+    """The batches of a stream that does not say how long it is; InvalidArgument on every rank if it ends on some.
 
     Every rank iterates. Otherwise a rank that has read all would wait for the others' next step for ever.
     """
@@ -77,7 +77,7 @@ def ending_together(batches: Iterable[T], *, epoch: int) -> Iterator[T]:
         elif not any(goes_on):
             return
         else:
-            raise ConfigurationError(
+            raise InvalidArgument(
                 f"epoch {epoch} has {number} batches on rank {goes_on.index(False)}, and more on rank"
                 f" {goes_on.index(True)}",
                 hint="give every rank the whole stream; engine.batches divides each of its batches among the ranks",

@@ -43,7 +43,7 @@ def test_the_table_names_the_heaviest_classes_of_each_depth() -> None:
     deepest = lines[lines.index("depth 2:") :]
     assert deepest[1].split("- ")[1] == "Linear 144.00"  # two of 8 * 8 + 8, where the convolution has 12
     assert deepest[2].split("- ")[1] == "Linear 640.00 MACs"  # two of 5 * 8 * 8
-    assert "Conv1d" not in "\n".join(lines)
+    assert not any("Conv1d" in line for line in deepest[1:3])  # it may have taken the longest
     both = profiler.profile_text(module_depth=1, top_modules=2, detailed=True)
     assert "depth 2" not in both
     assert "LayerNorm 16.00" in both
