@@ -20,6 +20,7 @@ from torsh_distributed.planner.machine.link_measuring import (
 from torsh_distributed.planner.machine.machine_file import MachineFile, Measurement, fingerprint
 from torsh_distributed.planner.machine.measured_rates import (
     FAMILIES,
+    CodecRate,
     OperationRates,
     ProductTable,
     SizeTable,
@@ -48,6 +49,7 @@ def measurement(num_ranks: int = 2) -> Measurement:
         rates=rates,
         collectives=dict.fromkeys(OPERATIONS, LINE),
         interference=Interference(1.5, 1.2, 0.3),
+        codecs={"int8": CodecRate(travels="exchanged", share=0.25, encode=LINE, decode=LINE, average=LINE)},
     )
 
 

@@ -25,6 +25,7 @@ from torsh_distributed.errors import ConfigurationError, ProcessFailure
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 from torsh_distributed.launch.worker.init import distributed
+from torsh_distributed.planner.machine.codec_rates import measure_codecs
 from torsh_distributed.planner.machine.link_measuring import measure_collectives, measure_interference
 from torsh_distributed.planner.machine.machine_file import (
     MachineFile,
@@ -33,6 +34,7 @@ from torsh_distributed.planner.machine.machine_file import (
     machine_path,
     measurement_from,
 )
+from torsh_distributed.planner.machine.measured_rates import SizeTable
 from torsh_distributed.planner.machine.measuring import OperationTimer, measure_operations
 from torsh_distributed.planner.machine.node_topology import node_topology
 
@@ -60,7 +62,9 @@ def machine(
         known[count] = _measured(count, seconds)
         typer.echo(f"measured with {count} rank{'s' if count > 1 else ''}")
     MachineFile(fingerprint(), known).save(path)
-    Console(highlight=False).print(_table([known[count] for count in counts]))
+    console = Console(highlight=False)
+    console.print(_table([known[count] for count in counts]))
+    console.print(_codec_table([known[count] for count in counts]))
     for line in _links():
         typer.echo(line)
     typer.echo(f"written to {path}")
@@ -121,6 +125,7 @@ def main() -> None:
             spread=statistics.median(timer.spreads),
             collectives=measure_collectives(options.seconds) if count > 1 else {},
             interference=measure_interference() if count > 1 else None,
+            codecs=measure_codecs(timer),
         )
         if process_group.rank() == 0:
             options.out.write_text(json.dumps(asdict(found)))
@@ -165,6 +170,29 @@ def _table(measured: list[Measurement]) -> Table:
     row("of the shorter one is free", *("" if one is None else f"{one.overlap:.0%}" for one in both))
     row("spread", *(f"{one.spread:.0%}" for one in measured))
     return table
+
+
+def _codec_table(measured: list[Measurement]) -> Table:
+    """Large gradients: GB/s of the gradient's bytes."""
+    table = Table(title="compressing large gradients, GB/s: encoded, decoded, and averaged over all ranks")
+    table.add_column("method")
+    table.add_column("sent", justify="right")
+    for one in measured:
+        table.add_column(f"{one.num_ranks} rank{'s' if one.num_ranks > 1 else ''}", justify="right")
+    for method, first in measured[0].codecs.items():
+        rates = [one.codecs.get(method) for one in measured]
+        cells = (
+            ""
+            if rate is None
+            else " · ".join(_large_rate(part) for part in (rate.encode, rate.decode, rate.average) if part)
+            for rate in rates
+        )
+        table.add_row(method, f"{first.share:.1%}", *cells)
+    return table
+
+
+def _large_rate(table: SizeTable) -> str:
+    return f"{table.sizes[-1] / table.seconds[-1] / 1e9:.2f}"
 
 
 if __name__ == "__main__":

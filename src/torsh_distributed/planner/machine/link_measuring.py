@@ -45,8 +45,8 @@ def measure_interference() -> Interference:
     """Products of matrices while an all-reduce travels, against each by itself; every rank calls this."""
     buffer = torch.ones(_SENT_BYTES // 4)
     square = torch.randn(_SIDE, _SIDE)
-    alone_s = _slowest(lambda: dist.all_reduce(buffer))
-    one_s = _slowest(lambda: square @ square)
+    alone_s = slowest_s(lambda: dist.all_reduce(buffer))
+    one_s = slowest_s(lambda: square @ square)
     count = max(1, round(alone_s / one_s))
 
     def compute() -> None:
@@ -62,7 +62,7 @@ def measure_interference() -> Interference:
         ends.append(time.perf_counter() - started)
         work.wait()
 
-    compute_s, together_s = _slowest(compute), _slowest(both)
+    compute_s, together_s = slowest_s(compute), slowest_s(both)
     saved_s = compute_s + alone_s - together_s
     return Interference(
         compute_slowdown=_agreed(sorted(ends)[len(ends) // 2]) / compute_s,
@@ -71,7 +71,7 @@ def measure_interference() -> Interference:
     )
 
 
-def _slowest(call: Callable[[], object]) -> float:
+def slowest_s(call: Callable[[], object]) -> float:
     """The median of some calls, on the slowest rank; the same on every rank."""
     taken = []
     call()

@@ -18,7 +18,7 @@ import torch
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.reading.files import write_atomically
 from torsh_distributed.planner.machine.link_measuring import Interference
-from torsh_distributed.planner.machine.measured_rates import OperationRates, ProductTable, SizeTable
+from torsh_distributed.planner.machine.measured_rates import CodecRate, OperationRates, ProductTable, SizeTable
 from torsh_distributed.planner.machine.past_runs import NO_RUNS, PARTS, PastRun, PastRuns
 from torsh_distributed.private_files import state_directory
 from torsh_distributed.unreadable_data import unreadable_as
@@ -40,6 +40,8 @@ class Measurement:
     collectives: Mapping[str, SizeTable] = field(default_factory=dict)
     """By operation; empty for one rank."""
     interference: Interference | None = None
+    codecs: Mapping[str, CodecRate] = field(default_factory=dict)
+    """By method; empty in files from before they were measured."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,15 @@ def measurement_from(found: Mapping[str, Any]) -> Measurement:
                 )
                 for name, one in rates["products"].items()
             },
-            attention={name: _table(one) for name, one in rates["attention"].items()},
-            families={name: _table(one) for name, one in rates["families"].items()},
+            attention={name: SizeTable.read(one) for name, one in rates["attention"].items()},
+            families={name: SizeTable.read(one) for name, one in rates["families"].items()},
             launch_s=float(rates["launch_s"]),
             backward_launch_s=float(rates["backward_launch_s"]),
-            update=_table(rates["update"]),
+            update=SizeTable.read(rates["update"]),
         ),
-        collectives={name: _table(one) for name, one in found["collectives"].items()},
+        collectives={name: SizeTable.read(one) for name, one in found["collectives"].items()},
         interference=None if interference is None else Interference(**interference),
+        codecs={method: CodecRate.read(one) for method, one in found.get("codecs", {}).items()},
     )
 
 
@@ -144,7 +147,3 @@ def _run(found: Mapping[str, Any]) -> PastRun:
         predicted_s=predicted,
         measured_s=measured,
     )
-
-
-def _table(found: Mapping[str, Any]) -> SizeTable:
-    return SizeTable(tuple(map(float, found["sizes"])), tuple(map(float, found["seconds"])))

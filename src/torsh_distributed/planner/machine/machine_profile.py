@@ -11,7 +11,7 @@ from typing import Any
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan.problems import did_you_mean
-from torsh_distributed.planner.machine.measured_rates import OperationRates, SizeTable
+from torsh_distributed.planner.machine.measured_rates import CodecRate, OperationRates, SizeTable
 from torsh_distributed.planner.machine.past_runs import NO_RUNS, PastRuns
 
 NOT_MEASURED = "not measured"
@@ -80,6 +80,8 @@ class MachineProfile:
     """How much of the shorter of two, a computation and a communication at the same time, costs nothing: 0 to 1."""
     rates: OperationRates | None = None
     """Measured times of operations by shape and size, which then count in place of `flops` and `memory_rate`."""
+    codecs: Mapping[str, CodecRate] = field(default_factory=dict)
+    """Measured methods of compression."""
     past: PastRuns = NO_RUNS
     """Recorded runs, which predictions are corrected by."""
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "elementwise": (),
@@ -41,6 +42,11 @@ class SizeTable:
     """From the smallest to the largest."""
     seconds: tuple[float, ...]
 
+    @classmethod
+    def read(cls, found: Mapping[str, Sequence[float]]) -> Self:
+        """The table in what `asdict` made of one."""
+        return cls(tuple(map(float, found["sizes"])), tuple(map(float, found["seconds"])))
+
     def seconds_at(self, size: float) -> float:
         """On a straight line between neighbours; beyond the last in proportion; below the first as long as it."""
         sizes, seconds = self.sizes, self.seconds
@@ -52,6 +58,37 @@ class SizeTable:
         left, right = sizes[place - 1], sizes[place]
         share = (size - left) / (right - left)
         return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecRate:
+    """One method of compression, with some ranks at work on the machine."""
+
+    travels: str
+    """Messages are *summed* on the way; or each rank decodes its shard of all and sends the mean (*exchanged*); or
+    each decodes all of them (*gathered*)."""
+    share: float
+    """Bytes of a large message over those of the gradient."""
+    encode: SizeTable
+    decode: SizeTable
+    average: SizeTable | None
+    """Whole averages over the ranks that were measured; None for one rank."""
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Self:
+        """The rate in what `asdict` made of one."""
+        return cls(
+            travels=str(found["travels"]),
+            share=float(found["share"]),
+            encode=SizeTable.read(found["encode"]),
+            decode=SizeTable.read(found["decode"]),
+            average=None if found["average"] is None else SizeTable.read(found["average"]),
+        )
+
+    def busy_s(self, num_bytes: float, num_ranks: int) -> float:
+        """What one rank computes for an average."""
+        num_decodes = {"summed": 1, "exchanged": 2, "gathered": num_ranks}[self.travels]
+        return self.encode.seconds_at(num_bytes) + num_decodes * self.decode.seconds_at(num_bytes)
 
 
 @dataclass(frozen=True)

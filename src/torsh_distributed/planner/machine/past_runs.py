@@ -14,6 +14,7 @@ PART_OF: Mapping[str, str] = {
     "split layers": "wait",
     "gathering": "wait",
     "averaging": "wait",
+    "compressing": "wait",
     "stages sending": "wait",
     "update": "optimizer",
     "bubble": "bubble",

@@ -12,6 +12,7 @@ from torsh_distributed.parallel.mesh.layout import MESH_ORDER
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params
 from torsh_distributed.plan.sections.mesh import PipelineConfig
+from torsh_distributed.planner.machine.codec_rates import codec_rate, travel_s
 from torsh_distributed.planner.machine.machine_profile import DeviceLink, MachineProfile
 from torsh_distributed.planner.machine.operation_times import OperationTimes, RankShare
 from torsh_distributed.planner.machine.past_runs import PART_OF, parts_of
@@ -155,9 +156,12 @@ class _Prediction:
         self.samples = samples_per_pass(self.plan) / self.mesh.cp
         self.is_sharded = shards_params(self.plan)
         self.itemsize = ITEMSIZE[self.plan.precision.dtype]
+        self.num_replicas = self.mesh.dp if self.is_sharded else self.mesh.data_degree * self.mesh.cp
         self._links: dict[str, DeviceLink] = {}
         self._shares: dict[int, RankShare] = {}
         self.recomputed = recomputed_blocks(self.profile, self.plan)
+        codecs = self.machine.codecs
+        self.codec = codec_rate(self.plan.compress, codecs, self.num_replicas, self.link("dp")) if codecs else None
 
     # --- one block -------------------------------------------------------------------------------------------
 
@@ -225,13 +229,38 @@ class _Prediction:
         return segment.params.num_bytes(tp=self.mesh.tp, ep=self.mesh.ep, trained_only=True)
 
     def reduce_s(self, segment: SegmentProfile) -> float:
-        """The averaging of a segment's gradients over all that see other data."""
+        """The averaging of a segment's gradients over all that see other data: what travels."""
+        scatter, size = 0.0, self._replicated_bytes(segment)
         if self.is_sharded:
-            size = segment.params.numel(tp=self.mesh.tp, ep=self.mesh.ep, trained_only=True) * self.itemsize
-            scatter = self.link("shard").ring_s(size, self.mesh.shard, laps=1)
-            return scatter + self.link("dp").ring_s(size / self.mesh.shard, self.mesh.dp, laps=2)
-        size = self._trained_bytes(segment)
-        return self.link("dp").ring_s(size, self.mesh.data_degree * self.mesh.cp, laps=2)
+            scatter = self.link("shard").ring_s(size * self.mesh.shard, self.mesh.shard, laps=1)
+        plain, count = self.link("dp").ring_s(size, self.num_replicas, laps=2), self.num_replicas
+        if self.codec is None or count == 1:
+            return scatter + plain
+        packed = travel_s(self.codec, size, count, self.link("dp"))
+        return scatter + plain + (packed - plain) / self.plan.compress.period
+
+    def compress_s(self, segment: SegmentProfile) -> float:
+        """What this rank computes to compress a segment's gradients."""
+        if self.codec is None or self.num_replicas == 1:
+            return 0.0
+        return self.codec.busy_s(self._replicated_bytes(segment), self.num_replicas) / self.plan.compress.period
+
+    def _replicated_bytes(self, segment: SegmentProfile) -> float:
+        """Gradients of a segment that replicas average."""
+        if not self.is_sharded:
+            return self._trained_bytes(segment)
+        numel = segment.params.numel(tp=self.mesh.tp, ep=self.mesh.ep, trained_only=True)
+        return numel * self.itemsize / self.mesh.shard
+
+    def _not_measured(self, num_ranks: int) -> tuple[str, ...]:
+        named = self.machine.not_measured(self.plan.precision.dtype, num_ranks=num_ranks)
+        compress = self.plan.compress
+        is_counted = self.codec is not None or (compress.name == "auto" and self.machine.codecs)
+        if compress.name != "none" and self.num_replicas > 1 and not is_counted:
+            named.append(f"compress.method {compress.method}, counted as without: torsh bench machine measures it")
+        elif compress.name != "none" and self.is_sharded and self.mesh.dp == 1:
+            named.append("compression on the way into shards, counted as without")
+        return tuple(named)
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -256,7 +285,7 @@ class _Prediction:
 
     def rank_terms(self, parts: tuple[StagePart, ...]) -> dict[str, float]:
         """The terms of one microbatch on a rank, and of the end of a step."""
-        terms = dict.fromkeys((*PER_MICROBATCH, "gathering", "gathering in backward", "averaging"), 0.0)
+        terms = dict.fromkeys((*PER_MICROBATCH, "gathering", "gathering in backward", "averaging", "compressing"), 0.0)
         # Equal blocks have equal times: each kind is computed once.
         for segment, count, again in self.counts(parts):
             is_block = segment is not self.profile.before and segment is not self.profile.after
@@ -268,6 +297,7 @@ class _Prediction:
             if self.plan.fsdp.strategy != "shard_grad_op":  # which keeps what forward has gathered
                 terms["gathering in backward"] += count * self._not_hidden(gather, back)
             terms["averaging"] += count * self._not_hidden(self.reduce_s(segment), back)
+            terms["compressing"] += count * self.compress_s(segment)
             if is_block:
                 terms["recompute"] += count * self.recompute_s(segment, again)
                 terms["split layers"] += count * self.split_s(segment)
@@ -292,11 +322,12 @@ class _Prediction:
         gathering = slowest["gathering"] + slowest["gathering in backward"]
         terms["gathering"] = passes * microbatches * gathering
         terms["averaging"] = slowest["averaging"]
+        terms["compressing"] = slowest["compressing"]
         terms["update"] = self._update_s(ranks)
         past, num_ranks = self.machine.past, math.prod(self.mesh.degrees.values())
         return StepTime(
             {name: seconds * self._factor(PART_OF[name]) for name, seconds in terms.items() if seconds > 0},
-            tuple(self.machine.not_measured(plan.precision.dtype, num_ranks=num_ranks)),
+            self._not_measured(num_ranks),
             self.factors,
             len(past.like(num_ranks)),
             self.interval,
@@ -326,7 +357,7 @@ class _Prediction:
             block_axes=tuple(axis for axis in axes if getattr(self.mesh, axis) > 1),
             send_s=wait * self._send_s() if self.mesh.pp > 1 else 0.0,
             averaging_axes=tuple(axis for axis in averaging if getattr(self.mesh, axis) > 1),
-            averaging_s=wait * max(one["averaging"] for one in terms),
+            averaging_s=wait * max(one["averaging"] + one["compressing"] for one in terms),
             update_s=self._factor("optimizer") * self._update_s(self._ranks()),
         )
 

@@ -72,6 +72,7 @@ def measured_machine(found: Measurement, past: PastRuns = NO_RUNS) -> MachinePro
         devices_per_node=per_node,
         overlap=Rate(0.0 if interference is None else interference.overlap, source),
         rates=rates,
+        codecs=found.codecs,
         past=past,
     )
 
