@@ -536,6 +536,8 @@ class FederatedRoundEvent(Event):
     """Of differential privacy, after this round."""
     num_planned: int | None = None
     """How many rounds the run is to have."""
+    links: dict[str, float] = field(default_factory=dict)
+    """Bytes per second of the last upload of those that were chosen, where one was measured."""
 
 
 _EVENT_TYPES: tuple[type[Event], ...] = (

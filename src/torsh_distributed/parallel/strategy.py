@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.state.held_state import (
     HeldState,
@@ -174,8 +174,19 @@ class Strategy(ABC):
         """Whether the strategy itself combines losses of parts: of microbatches in a pipeline, of split sequences."""
         return False
 
-    def count_labels(self, rule: LabelRule) -> None:  # noqa: B027 (most strategies compute the loss of whole rows)
-        """Called once it is known what the loss averages, for strategies that compute it part by part."""
+    def count_labels(self, rule: LabelRule, parts: PartCounts | None = None) -> None:  # noqa: B027 (most strategies compute the loss of whole rows)
+        """Called once it is known what the loss averages, for strategies that compute it part by part.
+
+        `parts` tells more than `rule` where all positions of a row are together.
+        """
+
+    def weighs_by_loss(self, *, has_several: bool) -> bool:
+        """Whether parts may weigh by what only their loss tells; `has_several`: it has several means."""
+        return True
+
+    def take_count(self) -> Tensor | None:
+        """What the last loss counted, where only its parts told and not all of them were computed on this rank."""
+        return None
 
     def sum_over_samples(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks that have different samples, on the device; every rank calls this.

@@ -10,25 +10,29 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.ledger.data_position import (
     END_OF_DATA,
     OTHER_DATA_HINT,
     SeededSamples,
     begin_epoch,
+    length_of,
     positioned,
     require_exactly_once,
     require_one_order,
     require_same_order,
-    warn_of_other_batches,
     with_positions,
 )
+from torsh_distributed.train.ledger.same_batches import compare_first_batch, ending_together
+
+T = TypeVar("T")
 
 Batch = Any
 """Nested tuples, lists and mappings of tensors, as a collate function returns them; dim 0 counts samples."""
@@ -267,7 +271,11 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
             elif order.compares_ranks and not is_ours:
                 require_same_order(planned, loader, epoch=order.epoch)
             rest = _not_done(indexed, planned, order)
-            yield from _fetched(loader, rest, order, part=part, num_parts=num_parts)
+            fetched = _fetched(loader, rest, order, part=part, num_parts=num_parts)
+            # Where each rank has a part of its own there is nothing to compare.
+            if order.compares_ranks and process_group.is_initialized() and process_group.world_size() > num_parts:
+                fetched = _compared(fetched, order, part=part)
+            yield from fetched
             return
     stream = positioned(loader) if order.is_exactly_once else None
     if stream is not None and order.position is not None:
@@ -277,7 +285,9 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         order = replace(order, skip=0, num_done=0)
     batches = _read_on(loader, order)
     if order.compares_ranks:
-        batches = _compared(batches, order)
+        batches = _compared(batches, order, part=part, is_whole=True)
+        if length_of(loader) is None:
+            batches = ending_together(batches, epoch=order.epoch)
     for batch, position in ((one, None) for one in batches) if stream is None else with_positions(batches, stream):
         total = count_samples(batch)
         if num_parts > 1:
@@ -287,10 +297,11 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         yield RankBatch(rows, len(share), total, position=position)
 
 
-def _compared(batches: Iterator[Batch], order: DataOrder) -> Iterator[Batch]:
+def _compared(batches: Iterator[T], order: DataOrder, *, part: int, is_whole: bool = False) -> Iterator[T]:
     """The same batches; the first one is compared between ranks."""
     first = next(batches, None)
-    warn_of_other_batches(first, epoch=order.epoch)
+    batch = first.batch if isinstance(first, RankBatch) else first
+    compare_first_batch(batch, epoch=order.epoch, part=part, is_whole=is_whole)
     if first is not None:
         yield first
         yield from batches

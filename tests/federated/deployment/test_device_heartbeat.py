@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.federated.deployment.test_devices import DeviceTask, client, running, when_all_are_there
+from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.federated import DeviceClient, FederatedConfig, HeartbeatSettings, RoundServer, simulate
 from torsh_distributed.federated.deployment.device_heartbeat import DeviceHeartbeat
@@ -73,9 +74,14 @@ def test_a_device_that_sleeps_in_mid_upload_misses_the_round_and_counts_in_the_n
             assert [facts.client for facts in server.clients()] == ["d-0", "d-1"]
             SleepyClient.wakes.set()
             when_all_are_there(server, 3)
+            told: list[events.FederatedRoundEvent] = []
+            stop = events.subscribe(told.append, events.FederatedRoundEvent)
             second = loop.run_round()
+            stop()
             assert (second.num_updates, second.failures) == (3, {})
-            assert all((facts.bytes_per_s or 0) > 1e5 for facts in server.members())
+            rates = {facts.client: facts.bytes_per_s for facts in server.members()}
+            assert all((rate or 0) > 1e5 for rate in rates.values())
+            assert [one.links for one in told] == [rates]
             server.close(is_done=True)
     assert results == [2, 2, 1]
     # The second round began with the model of a first one without client 2, so a plain simulation differs.
@@ -119,5 +125,5 @@ def test_a_device_finds_out_that_its_server_is_silent(tmp_path: Path) -> None:
 
 
 def test_an_end_needs_time_for_two_beats() -> None:
-    with pytest.raises(ConfigurationError, match="must have time for two beats"):
+    with pytest.raises(ConfigurationError, match=r"two beats.*\n.*\n.*lower beat_s \(--heartbeat-s\) to 7.5"):
         HeartbeatSettings(beat_s=10, expire_s=15)

@@ -59,6 +59,29 @@ def test_figures_that_are_not_finite_can_be_shown() -> None:
     assert view.num_dropped == 2
 
 
+def test_the_slowest_links_of_a_round_are_on_the_page_and_in_metrics() -> None:
+    view = JobView()
+    for number in range(2):
+        event = events.FederatedRoundEvent(
+            round=number,
+            num_chosen=30,
+            num_updates=30,
+            num_attempts=1,
+            failures={},
+            figures={},
+            bytes_up=1,
+            bytes_down=1,
+            duration_s=0.1,
+            links={f"d-{client}": 1000.0 * (30 - client) + number for client in range(30)},
+        )
+        view.take(json.loads(json.dumps(to_record(event))))
+    links = page_state(view)["federated"]["rounds"][-1]["links"]
+    assert list(links.items())[:2] == [("d-29", 1001.0), ("d-28", 2001.0)]
+    found = {key: value for key, value in view.job_values().items() if "link" in key[0]}
+    assert found == {("torsh_federated_link_bytes_per_second", (name,)): rate for name, rate in links.items()}
+    assert len(found) == 20
+
+
 def test_a_run_that_is_not_over_is_running(tmp_path: Path) -> None:
     directory = tmp_path / "rounds"
     config = FederatedConfig(rounds=3, clients_per_round=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -138,6 +139,29 @@ ROWS = st.lists(st.lists(st.integers(-4, 20), max_size=5), max_size=3)
 HEADS = st.binary(max_size=200) | st.tuples(ROWS, st.binary(max_size=100)).map(
     lambda parts: TABLE_BYTES.pack(len(table := msgpack.packb(parts[0]))) + table + parts[1]
 )
+
+
+def test_a_module_is_refused_with_what_to_send() -> None:
+    with pytest.raises(SerializationError, match="the result cannot be sent: it is a Linear") as caught:
+        encode([6, 1, torch.nn.Linear(1, 1)], REGISTRY)
+    assert "state_dict()" in str(caught.value)
+
+
+def test_large_tensors_are_received_into_huge_pages() -> None:
+    encoded = encode([6, 1, torch.arange(1 << 20)], REGISTRY)
+    opened, [place] = open_message(ReceivedFiles(), deque(), memoryview(encoded.head()), encoded.num_payload)
+    place[:] = encoded.parts[0].cast("B")
+    tensor = opened.read(REGISTRY)[2]
+    assert torch.equal(tensor, torch.arange(1 << 20))
+    tensor += 1
+    is_there, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            is_there = first <= tensor.data_ptr() < last
+        elif line.startswith("VmFlags:") and is_there:
+            flags = line
+    assert "hg" in flags.split()
 
 
 @given(head=HEADS, num_payload=st.integers(0, 5000))

@@ -277,6 +277,8 @@ def read_here(kind: str) -> tuple[str, str]:
         ),
         "stream of its own": lambda: [torch.arange(4) + rank],
         "same stream": lambda: [torch.arange(4)],
+        "longer stream": lambda: iter([torch.arange(4)] * (2 + rank)),
+        "one transformed": lambda: [(torch.arange(4.0) + rank, torch.arange(4))],
     }
     try:
         list(sharded(loaders[kind](), DataOrder(seed=0), part=rank, num_parts=2))
@@ -287,10 +289,33 @@ def read_here(kind: str) -> tuple[str, str]:
     return "", "\n".join(said)
 
 
+KINDS = (
+    "divided",
+    "drawn apart",
+    "drawn alike",
+    "stream of its own",
+    "same stream",
+    "longer stream",
+    "one transformed",
+)
+
+
+class Unseeded(Dataset[Tensor]):
+    """Draws from a generator that each rank seeds otherwise."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(3)
+
+
 def read_all() -> dict[str, tuple[str, str]]:
-    return {
-        kind: read_here(kind) for kind in ("divided", "drawn apart", "drawn alike", "stream of its own", "same stream")
-    }
+    found = {kind: read_here(kind) for kind in KINDS}
+    torch.manual_seed(process_group.rank())
+    with pytest.raises(ConfigurationError) as refused:
+        list(sharded(DataLoader(Unseeded(), batch_size=2), DataOrder(seed=0), part=0, num_parts=1))
+    return {**found, "noise": (str(refused.value), "")}
 
 
 @pytest.mark.ranks
@@ -298,7 +323,12 @@ def test_ranks_that_read_other_batches_are_told(world: World) -> None:
     found, others = world.run(read_all)
     assert "leave DistributedSampler out" in found["divided"][0]
     assert "a generator that all ranks seed alike" in found["drawn apart"][0]
-    assert "the first batch of epoch 0 differs between rank 0 and rank 1" in found["stream of its own"][1]
-    assert others["stream of its own"] == ("", "")
+    differs = "the first batch of epoch 0 differs between rank 0 and rank 1"
+    assert differs in found["stream of its own"][0]
+    assert differs in others["stream of its own"][0]
+    assert differs in found["one transformed"][1]
+    assert others["one transformed"] == ("", "")
+    assert "epoch 0 has 2 batches on rank 0, and more on rank 1" in found["longer stream"][0]
+    assert "which compute one model together" in found["noise"][0]
     for kind in ("drawn alike", "same stream"):
         assert found[kind] == ("", "")

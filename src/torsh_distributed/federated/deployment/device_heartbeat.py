@@ -38,7 +38,7 @@ class HeartbeatSettings:
         if not 0 < 2 * self.beat_s <= self.expire_s:
             raise ConfigurationError(
                 "a device must have time for two beats before it expires",
-                hint="raise expire_s to at least twice beat_s",
+                hint=f"lower beat_s (--heartbeat-s) to {self.expire_s / 2:g} or less, or raise expire_s (--expire-s)",
                 beat_s=self.beat_s,
                 expire_s=self.expire_s,
             )

@@ -141,8 +141,13 @@ class RoundLoop:
         )
         self._records.append(record)
         self._keep()
-        emit(FederatedRoundEvent(**asdict(record), num_planned=self._config.rounds or None))
+        planned = self._config.rounds or None
+        emit(FederatedRoundEvent(**asdict(record), num_planned=planned, links=self._links_of(chosen)))
         return record
+
+    def _links_of(self, chosen: Iterable[str]) -> dict[str, float]:
+        rates = {facts.client: facts.bytes_per_s for facts in self._cohort.members()}
+        return {client: rate for client in chosen if (rate := rates.get(client)) is not None}
 
     def _updates_of_round(self) -> tuple[RoundOrder, list[str], RoundReplies]:
         """The first attempt with enough updates."""

@@ -76,7 +76,16 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
 def _top() -> dict[str, Names]:
     """The package itself, and the modules beside `runtime`, `utils` and `ops`."""
     comm, accelerator = comm_calls.comm_names(), _public(device_accelerator, "get_accelerator")
-    profiler = _public(flops_profile, "FlopsProfiler", "get_model_profile")
+    profiler = _public(
+        flops_profile,
+        "FlopsProfiler",
+        "get_model_profile",
+        "number_to_string",
+        "flops_to_string",
+        "macs_to_string",
+        "params_to_string",
+        "duration_to_string",
+    )
     of_elasticity = {
         **_functions(elasticity),
         "ElasticityConfig": elasticity.ElasticSettings,
@@ -119,6 +128,7 @@ def _top() -> dict[str, Names]:
         "deepspeed.moe.utils": _functions(moe_layer),
         "deepspeed.monitor": {},
         "deepspeed.monitor.monitor": {**_public(run_monitors, "MonitorMaster"), "Monitor": run_monitors.RunMonitor},
+        **{name: dict(classes) for name, classes in run_monitors.script_monitors().items()},
         "deepspeed.monitor.config": _public(config_helpers, "get_monitor_config")
         | _public(
             section_models, "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "CSVConfig", "CometConfig"

@@ -32,6 +32,7 @@ from torsh_distributed.migrate.deepspeed.training.untrained_model import untrain
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.migrate.deepspeed.zero.gathered_parameters import external_names, gather_external
 from torsh_distributed.migrate.deepspeed.zero.kept_in_place import keep_in_place
+from torsh_distributed.migrate.deepspeed.zero.leaf_modules import give_all_gradients, wrapping_of
 from torsh_distributed.migrate.deepspeed.zero.optimizer_kinds import mark_optimizer, refuse_untested
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier
@@ -271,8 +272,9 @@ def make_engine(
         mark_optimizer(core.optimizer, settings)
         mark_experts(core.unwrapped)
     else:
-        core = untrained_core(model, core_plan(settings, is_trained=False))
+        core = untrained_core(model, core_plan(settings, model, is_trained=False))
     gather_external(core.unwrapped, externals)
+    give_all_gradients(core.unwrapped)
     scaler = make_scaler(settings.section("fp16") if is_trained else {}, is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
     give_access(core, marks=settings.stage == 3)
@@ -326,7 +328,7 @@ def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
         # A frozen parameter has no master, and groups that became empty are dropped, as in DeepSpeed.
         group["params"] = [param for param in group["params"] if param.requires_grad]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    core = parallelize(model, optimizer, core_plan(settings, experts=experts))
+    core = parallelize(model, optimizer, core_plan(settings, model, experts=experts))
     if isinstance(core.optimizer, MasterWeights):
         core.optimizer.make_masters(core.strategy.state_parts().like)
     return core
@@ -342,8 +344,8 @@ def _disk_of(settings: RunSettings) -> DiskTier | None:
     return DiskTier(folder, sys.maxsize)
 
 
-def core_plan(settings: RunSettings, *, is_trained: bool = True, experts: int = 1) -> Plan:
-    """The plan that the Engine under a DeepSpeed engine has; `experts`: ranks that the experts of a layer are on.
+def core_plan(settings: RunSettings, model: nn.Module, *, is_trained: bool = True, experts: int = 1) -> Plan:
+    """The plan of the Engine under a DeepSpeed engine; `experts`: ranks that the experts of a layer are on.
 
     Precision and clipping are not in it: the module itself is in 16 bits, and the engine clips masters. Buffers stay
     each rank's own, as in DeepSpeed.
@@ -371,7 +373,10 @@ def core_plan(settings: RunSettings, *, is_trained: bool = True, experts: int = 
     if settings.stage and num_ranks > experts:
         sections["mesh"] = {"dp": 1, "shard": -1, "ep": experts}
         # Beside experts that differ between ranks, the state of an optimizer is not sharded without its parameters.
-        sections["fsdp"] = {"strategy": STRATEGIES[settings.stage if experts == 1 else 2]}
+        # Replicas have no fp32 gradients beside 16-bit parameters; shards of these do, with the numbers of stage 1.
+        adds_up_apart = settings.stage == 1 and is_trained and settings.has_fp32_shards
+        stage = 2 if experts > 1 or adds_up_apart else settings.stage
+        sections["fsdp"] = {"strategy": STRATEGIES[stage], **(wrapping_of(model) if stage > 1 else {})}
         if settings.plan is not None:
             _take_over(sections, settings.plan)
     return Plan.from_dict(sections)
@@ -381,7 +386,7 @@ def _take_over(sections: dict[str, Any], plan: Plan) -> None:
     """What a plan of the config has beside its stage: groups of shards (MiCS), formats of what is sent (ZeRO++)."""
     if plan.fsdp.strategy == "hybrid_shard":
         sections["mesh"] = {"dp": -1, "shard": plan.mesh.shard}
-        sections["fsdp"] = {"strategy": "hybrid_shard"}
+        sections["fsdp"]["strategy"] = "hybrid_shard"
     sections["fsdp"]["gather_codec"] = plan.fsdp.gather_codec
     if plan.compress.method != "none":
         sections["compress"] = plan.compress.model_dump(exclude_unset=True)

@@ -9,6 +9,8 @@ from torsh_distributed import events
 from torsh_distributed.observe.job.rank_view import ValueKey, finite
 
 _SHOWN_ROUNDS = 200
+_SHOWN_LINKS = 20
+"""The slowest: a round waits for them."""
 
 
 class FederatedAccount:
@@ -45,6 +47,7 @@ class FederatedAccount:
                 "duration_s": one.duration_s,
                 "epsilon": finite(one.epsilon),
                 "num_planned": one.num_planned,
+                "links": _slowest(one.links),
             }
             for one in self._in_order()
         ]
@@ -79,4 +82,11 @@ class FederatedAccount:
         if newest.epsilon is not None:
             values["torsh_federated_epsilon", ()] = newest.epsilon
         values.update({("torsh_federated_figure", (name,)): value for name, value in newest.figures.items()})
+        values.update(
+            {("torsh_federated_link_bytes_per_second", (name,)): rate for name, rate in _slowest(newest.links).items()}
+        )
         return values
+
+
+def _slowest(links: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(links.items(), key=lambda one: one[1])[:_SHOWN_LINKS])

@@ -229,6 +229,15 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_federated_round_seconds", gauge, seconds, "Of the last round.", name, (), job),
         define("torsh_federated_epsilon", gauge, "", "Of differential privacy, so far.", name, (), job),
         define("torsh_federated_figure", gauge, "", "Of the global model, by name.", name, ("figure",), job),
+        define(
+            "torsh_federated_link_bytes_per_second",
+            gauge,
+            "",
+            "Of the last upload of each client of the last round: the 20 slowest.",
+            name,
+            ("client",),
+            job,
+        ),
     )
     return (
         training

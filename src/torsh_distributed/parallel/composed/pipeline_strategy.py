@@ -17,7 +17,7 @@ from torsh_distributed.parallel.composed.split_model import SequenceContext, Spl
 from torsh_distributed.parallel.composed.stage_shards import StageAverage, StageShards
 from torsh_distributed.parallel.expert.expert_strategy import balance_load
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.models.label_share import LabelRule, own_loss
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts, own_loss
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
@@ -89,10 +89,20 @@ class PipelineStages(SplitModel):
         return True
 
     @override
-    def count_labels(self, rule: LabelRule) -> None:
+    def count_labels(self, rule: LabelRule, parts: PartCounts | None = None) -> None:
         self.pipe.plan.microbatches.labels = rule
+        self.pipe.plan.microbatches.counts = parts if self._context is None else None
         if self._context is not None:
             self._context.labels = rule
+            self._context.counts = None if parts is None or not rule.is_uniform else parts
+
+    @override
+    def weighs_by_loss(self, *, has_several: bool) -> bool:
+        return self._context is None and not has_several
+
+    @override
+    def take_count(self) -> Tensor | None:
+        return self.pipe.take_count()
 
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
@@ -121,7 +131,8 @@ class PipelineStages(SplitModel):
         for param, grad in zip(self._params, before, strict=True):
             param.grad = grad
         start = torch.ones((), device=value.device, requires_grad=True)
-        out: Tensor = _DeferredBackward.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
+        held = self._scale * self.pipe.held
+        out: Tensor = _DeferredBackward.apply(start, value, self, found, held)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def add_gradients(self, grads: list[Tensor | None], factor: float) -> None:

@@ -25,7 +25,7 @@ from torsh_distributed.parallel.mesh.mesh_reduction import (
     grad_norm,
     mean_over,
 )
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
@@ -42,6 +42,8 @@ class SequenceContext(Protocol):
 
     labels: LabelRule
     """Which labels the loss counts."""
+    counts: PartCounts | None
+    """What else it counts, in place of them."""
 
     @property
     def weight(self) -> Tensor | None:
@@ -188,9 +190,10 @@ class Composed(SplitModel):
         return self._context is not None
 
     @override
-    def count_labels(self, rule: LabelRule) -> None:
+    def count_labels(self, rule: LabelRule, parts: PartCounts | None = None) -> None:
         if self._context is not None:
             self._context.labels = rule
+            self._context.counts = None if parts is None or not rule.is_uniform else parts
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from torsh_distributed.parallel.context.positions import (
     positions_of,
     take_positions,
 )
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.models.structure import is_position_table
 
 TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
@@ -69,6 +69,8 @@ class ContextParallel:
         self._form = form
         self.labels = LabelRule()
         """Which labels the loss counts."""
+        self.counts: PartCounts | None = None
+        """What else it counts, in place of them."""
         self.weight: Tensor | None = None
         """What the loss of the batch taken last is multiplied by, so the mean over the ranks is that of all labels."""
 
@@ -85,7 +87,11 @@ class ContextParallel:
         """
         self._length, self.weight = None, None
         part = self._mapped(batch, self._part)
-        if has_loss_fn:
+        if self.counts is not None and self.counts.count is not None:
+            everyone = [self._mapped(batch, partial(self._part, rank=rank)) for rank in range(self.group.size())]
+            self.weight = self.counts.share_of(part, everyone)
+            part = self.counts.guarded(part)
+        elif has_loss_fn:
             inputs, targets = part
             self.weight = self.labels.share_of(targets, batch[1], self.group.size())
             is_mean = self.weight is not None and not self.labels.is_sum
@@ -94,7 +100,7 @@ class ContextParallel:
             self._replace_tables()
         return part
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def _part(self, tensor: Tensor, *, rank: int | None = None) -> Tensor:
         if tensor.dim() < 2:
             return tensor
         length = tensor.shape[1]
@@ -105,7 +111,8 @@ class ContextParallel:
                 lengths=(self._length, length),
             )
         self._length = length
-        return take_positions(tensor, 1, length=length, rank=self.group.rank(), size=self.group.size())
+        of = self.group.rank() if rank is None else rank
+        return take_positions(tensor, 1, length=length, rank=of, size=self.group.size())
 
     def _mapped(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(value, Tensor):

@@ -16,7 +16,7 @@ from torsh_distributed.parallel.context.attention_interface import SplitAttentio
 from torsh_distributed.parallel.context.context_check import AttentionFacts
 from torsh_distributed.parallel.context.positions import Form, take_positions
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes
-from torsh_distributed.parallel.models.label_share import LabelRule, require_labels, shifted, shifts_labels
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts, require_labels, shifted, shifts_labels
 
 
 class InterfaceContext:
@@ -34,6 +34,8 @@ class InterfaceContext:
         self._name = attention_interface.register(self._attention, self._attention.rule)
         self.labels = LabelRule()
         """Which labels the loss counts."""
+        self.counts: PartCounts | None = None
+        """What else it counts, in place of them."""
         self.weight: Tensor | None = None
         """What the loss of the batch taken last is multiplied by, so the mean over the ranks is that of all labels."""
 
@@ -57,6 +59,10 @@ class InterfaceContext:
             given, targets = batch
             inputs = self._inputs(named_inputs(self._model, given))
             part = self._split_all(targets)
+            if self.counts is not None and self.counts.count is not None:
+                everyone = [(None, self._split_all(targets, rank)) for rank in range(self.group.size())]
+                self.weight = self.counts.share_of((None, part), everyone)
+                return inputs, self.counts.guarded((None, part))[1]
             self.weight = self.labels.share_of(part, targets, self.group.size())
             is_mean = self.weight is not None and not self.labels.is_sum
             return inputs, self.labels.with_a_label(part) if is_mean else part
@@ -124,20 +130,21 @@ class InterfaceContext:
                 rows = torch.nn.functional.pad(starts.long().cumsum(dim=1), (1, 0))
                 self._attention.documents = rows.expand(ids.shape[0], -1)
 
-    def _split_all(self, value: Any) -> Any:
+    def _split_all(self, value: Any, rank: int | None = None) -> Any:
         if isinstance(value, Tensor):
-            return self._split(value) if value.dim() > 1 else value
+            return self._split(value, rank) if value.dim() > 1 else value
         if isinstance(value, Mapping):
-            return {key: self._split_all(one) for key, one in value.items()}
+            return {key: self._split_all(one, rank) for key, one in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(self._split_all(one) for one in value)
+            return type(value)(self._split_all(one, rank) for one in value)
         return value
 
-    def _split(self, value: Tensor) -> Tensor:
+    def _split(self, value: Tensor, rank: int | None = None) -> Tensor:
         if value.shape[1] != self._length:
             raise TensorShapeMismatch(
                 "the sequences of a batch differ in length, so they cannot be split equally",
                 hint="give everything in the batch the same length along dim 1",
                 lengths=(self._length, value.shape[1]),
             )
-        return take_positions(value, 1, length=self._length, rank=self.group.rank(), size=self.group.size())
+        of = self.group.rank() if rank is None else rank
+        return take_positions(value, 1, length=self._length, rank=of, size=self.group.size())

@@ -7,7 +7,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,29 @@ class LabelRule:
         """
         out = labels.clone()
         place = (0,) * (labels.dim() - 1) + (-1,)
-        any_class = 0 if self.class_weights is None else int(self.class_weights.argmax())
+        any_class = int(self.ignore_index == 0) if self.class_weights is None else int(self.class_weights.argmax())
         is_counted = self.count(labels, is_shifted=is_shifted) > 0
         out[place] = torch.where(is_counted, labels[place], torch.full_like(labels[place], any_class))
         return out
+
+
+@dataclass(frozen=True)
+class PartCounts:
+    """What parts of a batch's rows count, where labels in the targets do not say it: a mask, weights, a selection."""
+
+    count: Callable[[Any], Tensor | float] | None = None
+    """Of a part of the batch; None: only its loss knows."""
+    guarded: Callable[[Any], Any] = lambda part: part
+    """The part, changed so that its loss is a number although nothing in it counts."""
+    take: Callable[[], Tensor] | None = None
+    """What the loss computed last was a mean of."""
+
+    def share_of(self, part: Any, parts: Sequence[Any]) -> Tensor:
+        """What the loss of `part` is multiplied by, so the mean over all `parts` is that of the whole."""
+        assert self.count is not None, "the batch tells"
+        own = torch.as_tensor(self.count(part), dtype=torch.float64)
+        total = torch.stack([torch.as_tensor(self.count(one), dtype=torch.float64) for one in parts]).sum()
+        return (own * len(parts) / torch.where(total == 0, 1.0, total)).float()
 
 
 def _has_labels(value: Any) -> bool:

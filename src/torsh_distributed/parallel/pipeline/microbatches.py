@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import TensorShapeMismatch
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 
 
 class Microbatched(tuple[Any, ...]):
@@ -30,6 +30,8 @@ class Microbatches:
         self._weights: Tensor | None = None
         self.labels = LabelRule()
         """Which labels the loss counts."""
+        self.counts: PartCounts | None = None
+        """What else it counts, in place of them."""
         self._num_real = 1
 
     @property
@@ -45,18 +47,31 @@ class Microbatches:
     @property
     def weight(self) -> Tensor | float:
         """The current microbatch's share of the loss."""
-        if self.current >= self._num_real:
+        if not self.is_real:
             return 0.0
         return 1 / self._num_real if self._weights is None else self._weights[self.current]
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the current microbatch has rows of its own."""
+        return self.current < self._num_real
 
     def first_row(self, num_rows: int) -> int:
         """The first row of the current microbatch, of `num_rows` rows, in the batch."""
         return self.current * num_rows
 
     def load(
-        self, inputs: Mapping[str, Any], targets: Any, count: int, *, num_real: int | None = None, shifts: bool = False
+        self,
+        inputs: Mapping[str, Any],
+        targets: Any,
+        count: int,
+        *,
+        num_real: int | None = None,
+        shifts: bool = False,
+        batch: Any = None,
     ) -> None:
-        """Cut a batch into `count` parts. `shifts`: the loss compares a token with the label of the next one.
+        """Cut a batch into `count` parts. `shifts`: the loss compares a token with the label of the next one; `batch`:
+        inputs and targets as they were given.
 
         The loss is in the targets, or in `labels` of the inputs if there are none. Parts after the first `num_real`
         weigh nothing.
@@ -72,6 +87,10 @@ class Microbatches:
         self._num_real = real = count if num_real is None else num_real
         self._inputs = [_part(inputs, part, num_rows, count) for part in range(count)]
         self._targets = [_part(targets, part, num_rows, count) for part in range(count)]
+        self._weights = None
+        if self.counts is not None:
+            self._weigh(self.counts, has_targets=targets is not None, batch=batch)
+            return
         # Shifted before, because sequences are split, or by the model.
         name = "shift_labels" if "shift_labels" in inputs else "labels"
         if targets is None and name in inputs:
@@ -86,6 +105,20 @@ class Microbatches:
             self._weights = self.labels.weights_of(self._targets[:real])
             if self._weights is not None and not self.labels.is_sum:
                 self._targets = [self.labels.with_a_label(part) for part in self._targets]
+
+    def _weigh(self, counts: PartCounts, *, has_targets: bool, batch: Any) -> None:
+        """Weigh the parts by what they count; those in which nothing counts are guarded."""
+        if counts.count is None:
+            return  # their losses tell
+        num_rows, num_parts = rows_in(batch), len(self._inputs)
+        parts = [_part(batch, part, num_rows, num_parts) for part in range(num_parts)]
+        found = [torch.as_tensor(counts.count(part), dtype=torch.float64) for part in parts[: self._num_real]]
+        total = torch.stack(found).sum()
+        self._weights = (torch.stack(found) / torch.where(total == 0, 1.0, total)).float()
+        if has_targets:
+            self._targets = [counts.guarded((None, part))[1] for part in self._targets]
+        elif isinstance(batch, Mapping):
+            self._inputs = [counts.guarded(part) for part in self._inputs]
 
 
 def shapes_of(value: Any) -> Any:

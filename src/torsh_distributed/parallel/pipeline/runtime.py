@@ -81,6 +81,11 @@ class PipelineParallel:
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
         self.loss_fn = loss_fn
         self._scale: Tensor | float = 1.0
+        self.held = 1.0
+        """The last step's gradients are those of its loss times this: what its microbatches count was not known."""
+        self._counted: dict[int, Tensor] = {}
+        """By microbatch: torch runs the first one once more when it first sees a batch of this shape."""
+        self._count: Tensor | None = None
         self._schedule: Any = None
         self._shapes: Any = None
         self._has_own_loss = False
@@ -124,6 +129,7 @@ class PipelineParallel:
         losses: list[Tensor] = []
         self.recorder.take()
         self._scale = scale * weight
+        self._counted = {}
         with events.phase("schedule"):
             with self._context(), self._waiting_for_each_other():
                 # torch 2.11 accepts only contiguous inputs of the first stage.
@@ -137,7 +143,7 @@ class PipelineParallel:
             # A rank that finishes early waits here: this is the last part of the bubble.
             loss = self._share_loss(torch.stack(losses).detach().sum() / (scale or 1.0) if self.is_last else None)
         self.tied.sum()
-        return loss
+        return loss / self.held
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -147,7 +153,8 @@ class PipelineParallel:
         targets = targets[0] if isinstance(targets, Microbatched) else targets
         with self._context(), self._waiting_for_each_other():
             loss = self._loss(out, targets) if self.is_last else None
-        return self._share_loss(loss)
+        self._counted = {} if self._take is None or loss is None else {0: self._take()}
+        return self._share_loss(loss)  # of one part: it is not held as another number
 
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
@@ -205,8 +212,28 @@ class PipelineParallel:
 
     def _microbatch_loss(self, output: Any, _: Tensor) -> Tensor:
         """The current microbatch's share of the loss, scaled; torch computes it right after the last stage has run."""
-        parts = self.plan.microbatches
-        return self._loss(self._whole_output(output), parts.targets) * (self._scale * parts.weight)
+        parts, take = self.plan.microbatches, self._take
+        loss = self._loss(self._whole_output(output), parts.targets)
+        if take is None:
+            return loss * (self._scale * parts.weight)
+        count = take() * parts.is_real
+        self._counted[parts.current] = count
+        # As if all counted as much as the first, because its backward does not wait for the forward of the others.
+        return loss * (self._scale * (count / self._assumed()).to(loss.dtype))
+
+    @property
+    def _take(self) -> Callable[[], Tensor] | None:
+        counts = self.plan.microbatches.counts
+        return None if counts is None else counts.take
+
+    def _assumed(self) -> Tensor:
+        first = next(iter(self._counted.values())) * self.config.num_microbatches
+        return torch.where(first > 1e-6, first, 1.0)
+
+    def take_count(self) -> Tensor | None:
+        """What the last loss was a mean of, on every rank; None where its batch says it."""
+        count, self._count = self._count, None
+        return count
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         loss = (
@@ -240,17 +267,18 @@ class PipelineParallel:
     def _load(self, inputs: Any, targets: Any, count: int, *, num_real: int | None = None) -> tuple[Any, ...]:
         """Cut the batch into microbatches; returns what the first stage takes."""
         parts = self.plan.microbatches
+        batch = inputs if self.loss_fn is None else (inputs, targets)
         if self.plan.is_chain:
-            parts.load({"0": self._chain_input(inputs)}, targets, count, num_real=num_real)
+            parts.load({"0": self._chain_input(inputs)}, targets, count, num_real=num_real, batch=batch)
             return ()
         if not self.plan.keeps_forward:
             arguments = self._arguments(inputs)
             named = {str(place): value for place, value in enumerate(arguments)}
-            parts.load(named, targets, count, num_real=num_real)
+            parts.load(named, targets, count, num_real=num_real, batch=batch)
             return arguments
         model = self.plan.model
         named = without_cache(model, named_inputs(model, inputs))
-        parts.load(named, targets, count, num_real=num_real, shifts=shifts_labels(model))
+        parts.load(named, targets, count, num_real=num_real, batch=batch, shifts=shifts_labels(model))
         return ()
 
     def _chain_input(self, inputs: Any) -> Any:
@@ -283,10 +311,19 @@ class PipelineParallel:
         return given
 
     def _share_loss(self, loss: Tensor | None) -> Tensor:
-        """The last stage's loss, on every rank."""
+        """The last stage's loss, on every rank, and what it counted."""
         last = dist.get_global_rank(self.group, self.stage_of[len(self.plan.stages) - 1])
         value = torch.zeros((), device=self.device) if loss is None else loss.detach().float().clone()
-        return broadcast(value, last, group=self.group)
+        self.held = 1.0
+        if self._take is None:
+            return broadcast(value, last, group=self.group)
+        told = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if loss is not None:
+            told = torch.stack([value.double(), torch.stack([*self._counted.values()]).sum(), self._assumed()])
+        told = broadcast(told, last, group=self.group)
+        self._count = told[1]
+        self.held = float(told[1] / told[2]) or 1.0
+        return told[0].float()
 
 
 class LocalStages(nn.Module):

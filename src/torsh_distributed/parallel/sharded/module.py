@@ -37,6 +37,7 @@ from torsh_distributed.parallel.sharded.compression import (
     check_method,
     replica_average,
 )
+from torsh_distributed.parallel.sharded.copies import explain_copies
 from torsh_distributed.parallel.sharded.same_gradients import SameGradients
 from torsh_distributed.parallel.sharded.shard_keeper import ShardKeeper, piece_shapes
 from torsh_distributed.parallel.sharded.shared_shards import (
@@ -196,6 +197,7 @@ class FullyShardedDataParallel(nn.Module):
                     keeper.place(names[piece], piece, has_values=False)
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _check_batch_norms(self.module, policy.param_dtype)
+        explain_copies(self.module)
         self._pieces = [piece for piece in pieces if isinstance(piece, FSDPModule)]
         _set_prefetch(self._pieces, self.config, ahead)
         group = mesh.get_group(mesh.ndim - 1)

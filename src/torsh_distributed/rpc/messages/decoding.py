@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
 import struct
 from collections import deque
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.serialization import DTYPES
 from torsh_distributed.comm.transport.frames import BadFrame
+from torsh_distributed.errors import MemoryAllocationFailed
 from torsh_distributed.rpc.messages.encoding import (
     FILE_KIND,
     MOST_BUFFERS,
@@ -25,6 +28,8 @@ from torsh_distributed.rpc.messages.encoding import (
 )
 from torsh_distributed.rpc.messages.payload_files import ReceivedFiles, places_of
 
+_HUGE_BYTES = 4 << 20
+"""From here on memory is in huge pages, which are 2 MB."""
 _MOST_DIMS, _MOST_NESTING = 64, 64
 
 
@@ -57,10 +62,26 @@ def open_message(
             buffers.append(memory)
             views.append(memoryview(memory))
             continue
-        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        flat = _memory(num_bytes)
         buffers.append(flat)
         views.append(flat.numpy().data if num_bytes else memoryview(b""))
     return Opened(body, rows, buffers), views
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """Memory that is about to be received into: in huge pages where it is large, since the kernel clears and maps each
+    page when its first byte arrives, which takes as long as the bytes take to arrive."""
+    if num_bytes < _HUGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryAllocationFailed(
+            "there is no memory for a tensor that arrives", hint="send it in several calls", num_bytes=num_bytes
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps it
 
 
 def _checked_rows(table: memoryview) -> list[list[int]]:

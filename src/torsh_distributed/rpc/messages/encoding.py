@@ -232,12 +232,14 @@ def _cannot_send(message: Any, part: Any) -> SerializationError:
     labels = {2: "the result", 4: "args", 5: "kwargs"}
     paths = (_path_to(one, part, labels.get(index, "the message")) for index, one in enumerate(message))
     path = next((found for found in paths if found is not None), "the value")
-    return SerializationError(
-        f"{path} cannot be sent: it is a {type(part).__name__}",
-        hint="numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays of numbers travel, and dataclasses "
-        "that both sides registered with rpc.sendable; functions only if they were exposed",
-        path=path,
-    )
+    if isinstance(part, torch.nn.Module):
+        hint = "send its state_dict(), and load that into a module that the receiver has built; code does not travel"
+    else:
+        hint = (
+            "numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays of numbers travel, and dataclasses "
+            "that both sides registered with rpc.sendable; functions only if they were exposed"
+        )
+    return SerializationError(f"{path} cannot be sent: it is a {type(part).__name__}", hint=hint, path=path)
 
 
 def _path_to(value: Any, part: Any, path: str) -> str | None:

@@ -55,6 +55,8 @@ def mean_of(pushes: list[tuple[Gradients, float]]) -> Gradients:
         for name, gradient in gradients.whole.items():
             if name in mean.whole:
                 mean.whole[name].add_(gradient, alpha=weight)
+            elif weight == 1 and gradient.is_floating_point():
+                mean.whole[name] = gradient  # as it is: a pass over all of it takes as long as adding another one
             else:
                 mean.whole[name] = gradient.mul_(weight) if gradient.is_floating_point() else gradient * weight
         for name, (rows, gradient) in gradients.rows.items():

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from typing_extensions import override
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
-from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
-
-_log = logging.getLogger(__name__)
 
 
 class SeededSamples(Dataset[Any]):
@@ -231,34 +226,3 @@ def require_same_order(batches: Sequence[Sequence[int]], loader: DataLoader[Any]
         what=f"epoch {epoch} of {type(sampler).__name__}",
         hint=f"engine.batches cuts global batches and divides them among the ranks: {hint}",
     )
-
-
-def warn_of_other_batches(first: Any, *, epoch: int) -> None:
-    """Say it if a stream's first batch differs between ranks, each of which keeps its rows of its own.
-
-    A warning, since random transforms may differ where samples do not. Every rank calls this, `first` is None where the
-    stream has no batch.
-    """
-    if not process_group.is_initialized() or process_group.world_size() == 1:
-        return
-    digests = all_gather_object(hashlib.blake2b(_plain_bytes(first), digest_size=8).hexdigest())
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others and process_group.rank() == 0:
-        _log.warning(
-            "the first batch of epoch %d differs between rank 0 and rank %d. engine.batches takes batches to be the"
-            " same on all ranks and divides each among them: a stream that was divided before, or is shuffled"
-            " differently, loses and repeats samples. Give every rank the whole stream in the same order; only random"
-            " transforms may differ",
-            epoch,
-            others[0],
-        )
-
-
-def _plain_bytes(value: Any) -> bytes:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    if isinstance(value, Mapping):
-        return b"".join(str(key).encode() + _plain_bytes(one) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return b"".join(map(_plain_bytes, value))
-    return str(value).encode() if isinstance(value, str | int | float | bool | None) else b""

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_varsize
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.parallel.models.label_share import PartCounts
 from torsh_distributed.parallel.strategy import ComputeLoss, Strategy
 from torsh_distributed.parallel.torch_internals import tree_flatten, tree_map_only
 from torsh_distributed.plan import Plan
@@ -136,14 +137,20 @@ class EngineLoss:
         fn: LossFn | None = self._watched if self._has_fn else None
         fn, compute = (fn, loss_of) if watching is None else watching(fn)
         with self._watched.watching(), counting(is_borrowed=self.is_borrowed):
-            return strategy.loss(model, batch, fn, compute)
+            loss = strategy.loss(model, batch, fn, compute)
+        count = strategy.take_count()
+        if count is not None:
+            self._watched.note_count(count)
+        return loss
 
     def kind(self, setting: StepSetting, batch: Batch) -> LossKind:
         """What the loss is a mean of; found with the first batch, by every rank together."""
         if self._kind is None:
             self._kind = self._find(setting, batch)
-            setting.strategy.count_labels(self._kind.labels)
-            self._watched.watches = isinstance(self._kind, MeanOfComputed) and not self._watched.returns_count
+            is_computed = isinstance(self._kind, MeanOfComputed)
+            parts = PartCounts(take=self._watched.take_part) if is_computed else self._kind.parts
+            setting.strategy.count_labels(self._kind.labels, parts)
+            self._watched.watches = is_computed and not self._watched.returns_count
         return self._kind
 
     def _find(self, setting: StepSetting, batch: Batch) -> LossKind:

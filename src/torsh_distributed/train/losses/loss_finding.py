@@ -89,7 +89,7 @@ def _kind_of(term: LossTerm, strategy: Strategy, batch: Batch) -> LossKind:
             if tensor.numel() == int(term.count) and tensor.dim():
                 return MeanOfValues(path)
         return MeanOfComputed()
-    if strategy.splits_loss:
+    if strategy.num_sample_ranks != strategy.data_degree:  # they are those of parts of sequences
         place = labels_path(batch)
         is_shifted = place == ("labels",) and shifts_labels(strategy.whole_model)
         return MeanOfComputed() if place is None else MeanOfLabels(place, term.rule, is_shifted)

@@ -19,7 +19,7 @@ from typing_extensions import override
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.data.synced_batch_norm import batch_norms
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch, count_samples
 
@@ -103,6 +103,11 @@ class LossKind(ABC):
         """How strategies combine losses that they compute part by part."""
         return LabelRule(is_uniform=True)
 
+    @property
+    def parts(self) -> PartCounts | None:
+        """The same where rows stay whole; None: parts of as many rows weigh alike, or `labels` says it."""
+        return None
+
     @abstractmethod
     @override
     def __str__(self) -> str:
@@ -172,6 +177,11 @@ class MeanOfLabels(LossKind):
     def labels(self) -> LabelRule:
         return self.rule
 
+    @property
+    @override
+    def parts(self) -> PartCounts:
+        return PartCounts(self.count, self.guarded)
+
     @override
     def __str__(self) -> str:
         return f"a mean over the labels other than {self.rule.ignore_index}"
@@ -212,6 +222,11 @@ class MeanOfWeights(LossKind):
         counted = torch.full_like(weights[place], 0 if self.of_labels else 1)
         weights[place] = torch.where(self.count(batch) == 0, counted, weights[place])
         return replaced(batch, self.path, weights)
+
+    @property
+    @override
+    def parts(self) -> PartCounts:
+        return PartCounts(self.count, self.guarded)
 
     @override
     def __str__(self) -> str:

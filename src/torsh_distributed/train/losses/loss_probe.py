@@ -23,13 +23,20 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.local_tensors import whole_of
-from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.torch_internals import tree_map_only
 from torsh_distributed.train.batches import Batch, count_samples, has_rows, take_rows
 from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
-from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfLabels, MeanOfSamples, SumOfSamples
+from torsh_distributed.train.losses.loss_kind import (
+    LossKind,
+    MeanOfComputed,
+    MeanOfSamples,
+    MeanOfWeights,
+    SumOfSamples,
+    tensors_in,
+)
 from torsh_distributed.train.losses.loss_terms import LossTerm
 from torsh_distributed.train.losses.uneven_targets import (
     KEPT,
@@ -47,6 +54,9 @@ _log = logging.getLogger(__name__)
 ComputeLoss = Callable[[Batch], Tensor]
 
 T = TypeVar("T")
+
+_MOST_WEIGHTS = 4
+"""Tensors of a batch that are tried as weights: each is two forwards."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class LossProbe:
             return self._find_kind(batch)
 
     def _find_kind(self, batch: Batch) -> LossKind:
-        self.strategy.count_labels(LabelRule(is_uniform=True))  # nothing is weighed by what is to be found
+        shared = PartCounts(take=self.loss.take_part)
+        self.strategy.count_labels(LabelRule(is_uniform=True), shared)  # nothing is weighed by what is to be found
         problem, seen = "", None
         is_cut = all(self._everyones(has_rows(batch)))
         try:
@@ -90,17 +101,22 @@ class LossProbe:
             return MeanOfSamples()
         found = self._agreed(found)
         kind = found.kind
-        if self.strategy.splits_loss and isinstance(kind, MeanOfComputed):
-            raise ConfigurationError(
-                f"the loss is {kind}, and parts of sequences and of pipelines are combined before it is known",
-                hint='set training.loss_is: "mean" if all samples count alike, "mean_of_counted" if labels of -100 do'
-                ' not count, "sum"; or set mesh.pp and mesh.cp to 1',
-                key="training.loss_is",
-            )
+        self._require_weighable(kind)
         if not is_cut:
             _log.warning("the tensors of a batch have different numbers of rows: its loss is taken for %s", kind)
             return kind
         return self._for_uneven(part, found, self._fitting(part, value, found), seen)
+
+    def _require_weighable(self, kind: LossKind) -> None:
+        if not isinstance(kind, MeanOfComputed) or self.strategy.weighs_by_loss(has_several=kind.has_several):
+            return
+        raise ConfigurationError(
+            f"the loss is {kind}{', in several means' if kind.has_several else ''}, and the parts of a pipeline are"
+            " combined before that is known",
+            hint='let loss_fn return (sum, count); or set training.loss_is: "mean" if all samples count alike,'
+            ' "mean_of_counted" if labels of -100 do not count, "sum"; or set mesh.pp to 1',
+            key="training.loss_is",
+        )
 
     def _for_uneven(self, batch: Batch, found: LossFinding, kind: LossKind, seen: tuple[Any, Any] | None) -> LossKind:
         """The kind that also fits where parts of the targets do not count; `kind` if it does, or if none is known.
@@ -108,8 +124,8 @@ class LossProbe:
         `seen`: what a loss_fn was called with, where this rank computes it. Every rank calls this.
         """
         is_exact = isinstance(kind, MeanOfComputed | SumOfSamples) or has_own_rule(self.strategy.whole_model)
-        if is_exact or self.strategy.num_sample_ranks != self.strategy.data_degree:
-            return kind  # it tells in every step, or sees parts of sequences
+        if is_exact:
+            return kind  # it tells in every step
         self.loss.watches = True
         try:
             if self.loss.loss_fn is None:
@@ -121,7 +137,14 @@ class LossProbe:
                         mine = {}
                     else:
                         outputs, targets = tree_map_only(Tensor, whole_of, seen)
-                        mine = of_loss_fn(self.loss, outputs, targets, kind, rounding=self._rounding)
+                        mine = of_loss_fn(
+                            self.loss,
+                            outputs,
+                            targets,
+                            kind,
+                            rounding=self._rounding,
+                            splits_positions=self._splits_positions,
+                        )
         finally:
             self.loss.watches = False
         told: list[Any] = [[*name, is_right] for name, is_right in mine.items()]
@@ -132,16 +155,16 @@ class LossProbe:
         if fits.get(KEPT, True):
             return kind
         others = [kind_named(name, kind) for name, is_right in fits.items() if is_right]
-        if self.strategy.splits_loss:  # parts are weighed by labels, or alike
-            others = [one for one in others if isinstance(one, MeanOfLabels) and one.path == (1,)]
         if others:
+            self._require_weighable(others[0])
             return others[0]
-        _log.warning(
-            "the loss is %s in the first batch, and will not be once masks, weights or labels in the targets leave"
-            " something out: losses then differ from those of one process; let loss_fn return (sum, count)",
-            kind,
+        raise ConfigurationError(
+            f"the loss is {kind} in the first batch, and will not be once masks, weights or labels in the targets leave"
+            " something out: losses would then differ from those of one process",
+            hint='let loss_fn return (sum, count); or set training.loss_is = "mean" if nothing is ever left out'
+            + ("; a mean over the positions of each row needs mesh.cp = 1" if self._splits_positions else ""),
+            key="training.loss_is",
         )
-        return kind
 
     def _of_own_loss(self, batch: Batch, kind: LossKind, *, has_means: bool) -> dict[Named, bool]:
         """`kinds_that_fit` for a model that computes its loss: it runs on changed batches, with all ranks.
@@ -157,10 +180,15 @@ class LossProbe:
                 loss = float(self.compute(part))
             return loss, float(self.loss.take_count().count)
 
-        is_coupled = self.strategy.splits_loss or bool(moe_layers(self.strategy.whole_model))
+        is_coupled = self._splits_positions or bool(moe_layers(self.strategy.whole_model))
         if is_coupled or not all(self._everyones(count_samples(batch) > 1)):
             return {}
         return kinds_that_fit(evaluate, batch, kind, changes, has_means=has_means, rounding=self._rounding)
+
+    @property
+    def _splits_positions(self) -> bool:
+        """Whether ranks have parts of sequences."""
+        return self.strategy.num_sample_ranks != self.strategy.data_degree
 
     @property
     def _rounding(self) -> float:
@@ -203,10 +231,9 @@ class LossProbe:
         A loss without one of torch's in it is a mean over samples, or over labels that count. Every rank calls this.
         """
         kind, strategy = found.kind, self.strategy
-        splits_positions = strategy.num_sample_ranks != strategy.data_degree
         # With a capacity they see all tokens at once. Of the whole model: a stage may have none, and ranks must agree.
         has_experts = bool(moe_layers(strategy.whole_model))
-        if splits_positions:
+        if self._splits_positions:
             return kind  # parts of sequences are no losses
         kinds = [kind]
         if not found.has_seen and labels_path(batch) is not None:
@@ -216,6 +243,10 @@ class LossProbe:
         best = distances.index(min(distances))
         if distances[best] <= (1e-4 if self.precision.is_full else 3e-2) or has_experts:
             return kinds[best]
+        for weighing in self._weighing(batch) if isinstance(kind, MeanOfSamples) else ():
+            other = self._of_halves(batch, weighing)
+            if max(self._everyones(_distance(whole, other) if math.isfinite(other) else math.inf)) <= 1e-5:
+                return weighing
         again, _, _ = self._watched(batch)
         if max(self._everyones(_distance(whole, float(again)))) > 1e-6:
             return kind  # it draws random numbers
@@ -229,6 +260,19 @@ class LossProbe:
             key="training.loss_is",
             losses_seen=", ".join(found.names) or "none of torch's",
         )
+
+    def _weighing(self, batch: Batch) -> list[MeanOfWeights]:
+        """Masks and weights of this batch that leave something out, on any rank."""
+        mine = [
+            list(path)
+            for path, tensor in tensors_in(batch)
+            if tensor.dim()
+            and (tensor.dtype is torch.bool or tensor.is_floating_point())
+            and bool((tensor >= 0).all())
+            and not bool((tensor == tensor.flatten()[0]).all())
+        ]
+        found = dict.fromkeys(tuple(path) for path in itertools.chain(*self._everyones(mine)))
+        return [MeanOfWeights(path) for path in found][:_MOST_WEIGHTS]
 
     def _of_halves(self, batch: Batch, kind: LossKind) -> float:
         """The loss of the two halves, combined; NaN if there are none."""

@@ -98,7 +98,7 @@ class LossTerms(TorchFunctionMode):
         rule = LabelRule(named.get("ignore_index", -100), None if weights is None else weights.detach())
         labels = whole_of(target)
         count = rule.count(labels)
-        if reduction == "mean" and labels.dim() and not isinstance(target, DTensor):
+        if reduction == "mean" and labels.dim() and labels.numel() and not isinstance(target, DTensor):
             safe = rule.with_a_label(target)
             others = {key: value for key, value in named.items() if key != "target"}
             result = func(logits, safe, *rest, **others)

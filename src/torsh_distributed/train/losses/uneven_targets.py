@@ -57,10 +57,18 @@ def kind_named(name: Named, kept: LossKind) -> LossKind:
 
 
 def of_loss_fn(
-    loss: WatchedLoss, outputs: Any, targets: Any, kept: LossKind, *, rounding: float = 1e-4
+    loss: WatchedLoss,
+    outputs: Any,
+    targets: Any,
+    kept: LossKind,
+    *,
+    rounding: float = 1e-4,
+    splits_positions: bool = False,
 ) -> dict[Named, bool]:
     """`kinds_that_fit` for a loss_fn: only that runs, on copies on the host, where an index that does not exist raises
     and harms nothing; the model's outputs stay as they are. Empty if nothing could be tried.
+
+    `splits_positions`: ranks have parts of sequences, dim 1 of tensors, so halves of those must make the whole, too.
     """
     leaves = [one for one in tree_leaves((outputs, targets)) if isinstance(one, Tensor) and one.dim()]
     if not leaves or any(hasattr(one, "to_local") for one in leaves) or len({len(one) for one in leaves}) != 1:
@@ -86,7 +94,9 @@ def of_loss_fn(
     if not (is_small or leaves[0].device.type == "cpu"):
         labels = (0,)
     changes = list(changes_of((None, targets), labels))
-    return kinds_that_fit(evaluate, batch, kept, changes, has_means=has_means, rounding=rounding)
+    lengths = {one.shape[1] for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 1}
+    length = min(lengths) if splits_positions and len(lengths) == 1 else 1
+    return kinds_that_fit(evaluate, batch, kept, changes, has_means=has_means, rounding=rounding, length=length)
 
 
 def changes_of(batch: Batch, labels: Sequence[int]) -> Iterator[Change]:
@@ -108,6 +118,7 @@ def kinds_that_fit(
     *,
     has_means: bool,
     rounding: float = 1e-4,
+    length: int = 1,
 ) -> dict[Named, bool]:
     """For `kept` and for what may take its place: whether the halves of every changed batch make the whole.
 
@@ -119,22 +130,35 @@ def kinds_that_fit(
     tensors = [(path, _uneven(tensor_at(batch, path), value)) for path, value in changes[:_MOST_CHANGES]]
     is_judged = True
     for number, changed in enumerate([batch, *(replaced(batch, path, tensor) for path, tensor in tensors)]):
-        rows = count_samples(changed)
-        parts = [pick_rows(changed, part) for part in (range(rows), range(rows // 2), range(rows // 2, rows))]
-        found = [_tried(evaluate, part) for part in parts]
-        if not all(math.isfinite(loss) for loss, _ in found):
-            continue  # the user's code, on targets that it may never see
-        for name in _candidates(paths, has_means=has_means):
-            kind = kind_named(name, kept)
-            is_computed = isinstance(kind, MeanOfComputed)
-            counts = [
-                count if is_computed else float(kind.count(part)) for part, (_, count) in zip(parts, found, strict=True)
-            ]
-            if sum(counts[1:]):
-                fits[name] = fits.get(name, True) and _makes([loss for loss, _ in found], counts[1:], rounding)
+        for parts in _divided(changed, length):
+            found = [_tried(evaluate, part) for part in parts]
+            if not all(math.isfinite(loss) for loss, _ in found):
+                continue  # the user's code, on targets that it may never see
+            for name in _candidates(paths, has_means=has_means):
+                kind = kind_named(name, kept)
+                is_computed = isinstance(kind, MeanOfComputed)
+                counts = [
+                    count if is_computed else float(kind.count(part))
+                    for part, (_, count) in zip(parts, found, strict=True)
+                ]
+                if sum(counts[1:]):
+                    fits[name] = fits.get(name, True) and _makes([loss for loss, _ in found], counts[1:], rounding)
         if number == 0:
             is_judged = fits.get(KEPT, False)
     return fits if is_judged else {}
+
+
+def _divided(batch: Batch, length: int) -> Iterator[list[Batch]]:
+    """The batch and its two halves: of its rows, and of sequences of `length` if that is more than one position."""
+    rows = count_samples(batch)
+    yield [batch, *(pick_rows(batch, part) for part in (range(rows // 2), range(rows // 2, rows)))]
+    if length > 1:
+        half = length // 2  # as long as the other one: ranks have equally many positions
+
+        def cut(start: int, size: int) -> Batch:
+            return tree_map_only(Tensor, lambda one: one.narrow(1, start, size) if one.dim() > 1 else one, batch)
+
+        yield [cut(0, 2 * half), cut(0, half), cut(half, half)]
 
 
 def _tried(evaluate: Evaluate, part: Batch) -> tuple[float, float]:

@@ -46,6 +46,7 @@ class WatchedLoss:
         self.seen: tuple[Any, Any] | None = None
         """What it was called with last inside `untouched`."""
         self._only_looks = False
+        self._noted = LossTerms()
         self._count: ComputedCount | None = None
 
     @contextmanager
@@ -73,6 +74,9 @@ class WatchedLoss:
             value = self.loss_fn(outputs, targets)
         if not isinstance(value, tuple):
             self._note_terms(value)
+            if self._count is not None and isinstance(value, Tensor):
+                # A mean over nothing is not a number; its weight is 0.
+                value = torch.where(self._count.count > 0, value, torch.zeros_like(value))
             return value  # type: ignore[no-any-return]  # checked by loss_of
         total, count = _sum_and_count(value)
         self.returns_count = True
@@ -93,13 +97,26 @@ class WatchedLoss:
         if not is_on:
             yield
             return
-        with LossTerms() as found:
+        with LossTerms() as self._noted:
             yield
-        self.terms = found.terms
+        self.terms = self._noted.terms
 
     def _note_terms(self, value: Any) -> None:
         if self.watches:
             self._count = _computed(self.terms, value)
+
+    def note_count(self, count: Tensor) -> None:
+        """What the last loss was a mean of: its parts were computed on another rank, or by themselves."""
+        self._count = ComputedCount(count, torch.zeros_like(count))
+
+    def take_part(self) -> Tensor:
+        """What the loss of the part that ran last was a mean of, inside `watching()`."""
+        if self.loss_fn is not None:
+            return self.take_count().count
+        terms = [*self._noted.terms]
+        if not self._only_looks:  # else they are what it looks for
+            self._noted.terms.clear()
+        return _computed(terms, None if not terms else terms[0].result).count
 
     def take_count(self) -> ComputedCount:
         """What the last loss was a mean of."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from torsh_distributed.migrate.deepspeed.observing.deepspeed_timers import SynchronizedWallClockTimer, ThroughputTimer
-from torsh_distributed.migrate.deepspeed.observing.flops_profile import FlopsProfiler, get_model_profile
+from torsh_distributed.migrate.deepspeed.observing.flops_profile import (
+    FlopsProfiler,
+    duration_to_string,
+    flops_to_string,
+    get_model_profile,
+    macs_to_string,
+    params_to_string,
+)
 
 
 def test_flops_and_params_of_linear_layers(tmp_path: Path) -> None:
@@ -21,7 +29,36 @@ def test_flops_and_params_of_linear_layers(tmp_path: Path) -> None:
     get_model_profile(model, (5, 8), output_file=str(report))
     text = report.read_text()
     assert "DeepSpeed Flops Profiler" in text
-    assert "2: 640.00 FLOPs" in text
+    assert "2: 68.00 params, 640.00 FLOPs" in text
+
+
+def test_the_table_names_the_heaviest_classes_of_each_depth() -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(5, 2, 1)]
+    model = nn.Sequential(nn.Sequential(*layers), nn.LayerNorm(8))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(1, 5, 8))
+    profiler.stop_profile()
+    lines = profiler.profile_text(top_modules=1, detailed=False).splitlines()
+    deepest = lines[lines.index("depth 2:") :]
+    assert deepest[1].split("- ")[1] == "Linear 144.00"  # two of 8 * 8 + 8, where the convolution has 12
+    assert deepest[2].split("- ")[1] == "Linear 640.00 MACs"  # two of 5 * 8 * 8
+    assert "Conv1d" not in "\n".join(lines)
+    both = profiler.profile_text(module_depth=1, top_modules=2, detailed=True)
+    assert "depth 2" not in both
+    assert "LayerNorm 16.00" in both
+    assert "  1: 16.00 params, 0.00 FLOPs, 0.0 %" in both
+
+
+def test_what_no_profile_is_of_is_refused() -> None:
+    with pytest.raises(AssertionError, match="forward or generate"):
+        get_model_profile(nn.Linear(4, 4), (1, 4), mode="backward")
+    with pytest.raises(AssertionError, match=r"Linear has no generate\(\)"):
+        get_model_profile(nn.Linear(4, 4), (1, 4), mode="generate")
+    assert flops_to_string(2.5e9) == "2.50 GFLOPS"
+    assert flops_to_string(2.5e9, units="MFLOPS", precision=0) == "2500 MFLOPS"
+    assert (macs_to_string(7), params_to_string(1500)) == ("7.00 MACs", "1.50 K")
+    assert [duration_to_string(one) for one in (2.0, 0.002, 2e-6)] == ["2.00 s", "2.00 ms", "2.00 us"]
 
 
 def test_a_profile_is_of_one_forward() -> None:

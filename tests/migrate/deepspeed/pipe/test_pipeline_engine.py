@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 from typing import Any
 
@@ -221,6 +223,57 @@ def test_fewer_microbatches_than_stages_train_as_one_process_does(world: World) 
         assert found == pytest.approx(losses, rel=1e-5)
 
 
+def _ends_read() -> tuple[list[float], float, int]:
+    """Losses of three stages of which the middle one has no data; the second batch has other shapes."""
+    from torsh_distributed.migrate import deepspeed
+
+    class Named(deepspeed.PipelineModule):  # type: ignore[misc,name-defined]  # the package's names are lazy
+        """A script's own subclass, with what it asks of `engine.module`."""
+
+        def batch_of(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[0] * 2, pair[1]
+
+    torch.manual_seed(7)
+    net = Named(layers=[Layer(WIDTH) for _ in range(3)], num_stages=3, loss_fn=functional.mse_loss)
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config(0, 0.0)
+    )
+    engine.set_batch_fn(engine.module.batch_of)
+    assert not any(param.is_meta for param in engine.module.parameters())
+    assert engine.micro_batches == GAS
+    data = iter(_uneven()) if engine.is_first_stage() or engine.is_last_stage() else None
+    losses = [float(engine.train_batch(data_iter=data)) for _ in range(2)]
+    with pytest.raises(StopIteration, match=r"[01] of 4"):
+        engine.train_batch(data_iter=data)
+    data = iter(batches(0)) if engine.is_first_stage() or engine.is_last_stage() else None
+    return losses, float(engine.eval_batch(data)), engine.mpu.get_pipe_parallel_rank()
+
+
+def _uneven() -> list[tuple[Tensor, Tensor]]:
+    """Two batches of GAS microbatches, of two sizes, and one microbatch more."""
+    found = batches(0)[: 2 * GAS + 1]
+    return [
+        (inputs[:2], targets[:2]) if index >= GAS else (inputs, targets)
+        for index, (inputs, targets) in enumerate(found)
+    ]
+
+
+def test_stages_between_the_ends_need_no_data(world: World) -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Layer(WIDTH) for _ in range(3)))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for pairs in (_uneven()[:GAS], _uneven()[GAS : 2 * GAS], batches(0)[:GAS]):
+        loss = torch.stack([functional.mse_loss(model(inputs * 2), targets) for inputs, targets in pairs]).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = world.run(_ends_read, num_ranks=3, backend="torsh", timeout_s=80)
+    for rank, (trained, evaluated, stage) in enumerate(found):
+        assert [*trained, evaluated] == pytest.approx(losses, rel=1e-5)
+        assert stage == rank
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1])
 def test_replicas_of_stages_train_as_one_process_does(world: World, stage: int) -> None:
@@ -237,3 +290,22 @@ def test_a_pipeline_trains_as_deepspeeds_does(world: World, deepspeed_world: Dee
     for (mine, evaluated), (other, other_evaluated) in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
         assert evaluated == pytest.approx(other_evaluated, rel=1e-5)
+
+
+def _tells_what_has_no_effect() -> str:
+    from torsh_distributed.migrate import deepspeed
+    from torsh_distributed.migrate.deepspeed.pipe import pipeline_engine
+
+    said = io.StringIO()
+    pipeline_engine._log.addHandler(logging.StreamHandler(said))
+    net = deepspeed.PipelineModule(layers=[Layer(WIDTH)], num_stages=1, loss_fn=functional.mse_loss)
+    given = {**config(1, 0.0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=given)
+    return said.getvalue()
+
+
+def test_a_format_of_sums_that_a_pipeline_does_not_have_is_told(world: World) -> None:
+    (said,) = world.run(_tells_what_has_no_effect, num_ranks=1, backend="torsh", timeout_s=60)
+    assert (
+        "grad_accum_dtype fp32 has no effect in a pipeline: gradients of microbatches add up in torch.bfloat16" in said
+    )

@@ -29,6 +29,34 @@ def number_to_string(number: float, units: str | None = None, precision: int = 2
     return f"{number:.{precision}f} "
 
 
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """`1.50 GFLOPS`."""
+    return number_to_string(flops, _letter(units, "FLOPS"), precision) + "FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """`1.50 GMACs`."""
+    return number_to_string(macs, _letter(units, "MACs"), precision) + "MACs"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """`1.50 M`."""
+    return number_to_string(params_num, units, precision).rstrip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Seconds as `1.50 ms`."""
+    sizes = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    require(units is None or units in sizes, "durations are told in us, ms or s", units=units)
+    unit = units or ("s" if duration >= 1 else "ms" if duration >= 1e-3 else "us")
+    return f"{duration / sizes[unit]:.{precision}f} {unit}"
+
+
+def _letter(units: str | None, word: str) -> str | None:
+    """G of GFLOPS."""
+    return None if units is None else units.removesuffix(word)
+
+
 class FlopsProfiler:
     """Counts one forward: `start_profile()`, a forward, `stop_profile()`; then the `get_total_…` and the print."""
 
@@ -88,8 +116,11 @@ class FlopsProfiler:
         found = sum(param.numel() for param in self.model.parameters())
         return f"{number_to_string(found)}" if as_string else found
 
-    def profile_text(self, *, profile_step: int = 1, module_depth: int = -1, detailed: bool = True) -> str:
-        """The report: a summary, and a line for each module down to `module_depth`."""
+    def profile_text(
+        self, *, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True
+    ) -> str:
+        """The report: a summary; the heaviest classes of modules at `module_depth`, by default the deepest level, and
+        above it; a line for each module down to there."""
         total = int(self.get_total_flops())
         seconds = float(self.get_total_duration())
         rows = [
@@ -98,22 +129,52 @@ class FlopsProfiler:
             ("fwd flops", self.get_total_flops(as_string=True)),
             ("fwd flops with recomputation", f"{number_to_string(total * (1 + self.recompute_fwd_factor))}FLOPs"),
             ("fwd latency", self.get_total_duration(as_string=True)),
-            ("fwd FLOPS", f"{number_to_string(total / seconds if seconds else 0.0)}FLOPS"),
+            ("fwd FLOPS", flops_to_string(total / seconds if seconds else 0.0)),
         ]
         lines = ["-------------------------- DeepSpeed Flops Profiler --------------------------"]
         lines += [f"Profile Summary at step {profile_step}:"]
         lines += [f"{f'{name}:':<40}{value}" for name, value in rows]
+        lines += self._heaviest(module_depth, top_modules)
         if detailed:
-            lines.append("by module: flops, share of the forward, latency")
+            lines.append("by module: params, flops, share of the forward, latency")
             for name, flops in self._flops.items():
-                depth = name.count(".") + 1 if name else 0
+                depth = _depth(name)
                 if module_depth < 0 or depth <= module_depth:
                     took = self._seconds.get(name, 0.0) * 1000
                     share = 100.0 * flops / total if total else 0.0
                     lines.append(
-                        f"{'  ' * depth}{name or 'model'}: {number_to_string(flops)}FLOPs, {share:.1f} %, {took:.2f} ms"
+                        f"{'  ' * depth}{name or 'model'}: {params_to_string(self._params_of(name))} params,"
+                        f" {number_to_string(flops)}FLOPs, {share:.1f} %, {took:.2f} ms"
                     )
         return "\n".join(lines)
+
+    def _heaviest(self, module_depth: int, top_modules: int) -> list[str]:
+        """For each level the classes with most parameters, multiply-adds and time."""
+        deepest = max(map(_depth, self._flops), default=0)
+        last = deepest if module_depth < 0 else min(module_depth, deepest)
+        lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
+        for depth in range(last + 1):
+            sums: dict[str, list[float]] = {}
+            for name in self._flops:
+                if _depth(name) == depth:
+                    found = sums.setdefault(type(self.model.get_submodule(name)).__name__, [0.0, 0.0, 0.0])
+                    found[0] += self._params_of(name)
+                    found[1] += self._flops[name] / 2
+                    found[2] += self._seconds.get(name, 0.0)
+            lines.append(f"depth {depth}:")
+            for place, (title, told) in enumerate(
+                (("params", params_to_string), ("MACs", macs_to_string), ("fwd latency", duration_to_string))
+            ):
+                best = sorted(sums.items(), key=lambda one: -one[1][place])[:top_modules]
+                lines.append(f"    {title:<12}- " + ", ".join(f"{kind} {told(found[place])}" for kind, found in best))
+        return lines
+
+    def _params_of(self, name: str) -> int:
+        return sum(param.numel() for param in self.model.get_submodule(name).parameters())
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the classes of modules with most parameters, multiply-adds and time."""
+        print("\n".join(self._heaviest(module_depth, top_modules)))
 
     def print_model_profile(
         self,
@@ -124,7 +185,9 @@ class FlopsProfiler:
         output_file: str | None = None,
     ) -> None:
         """Print the report, or write it to `output_file`."""
-        text = self.profile_text(profile_step=profile_step, module_depth=module_depth, detailed=detailed)
+        text = self.profile_text(
+            profile_step=profile_step, module_depth=module_depth, top_modules=top_modules, detailed=detailed
+        )
         if output_file is None:
             print(text)
             return
@@ -144,6 +207,10 @@ class FlopsProfiler:
         self._flops[name] += int(self.get_total_flops()) - num_before
 
 
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
@@ -161,6 +228,17 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:
     """Operations, multiply-adds and parameters of one call of `model`; it is in eval mode afterwards."""
     require(isinstance(model, nn.Module), "model must be a PyTorch module")
+    require(
+        mode in ("forward", "generate"),
+        "a profile is of a model's forward or generate",
+        hint='write mode="forward" or mode="generate"',
+        mode=mode,
+    )
+    require(
+        mode == "forward" or callable(getattr(model, "generate", None)),
+        f"{type(model).__name__} has no generate()",
+        hint='write mode="forward"',
+    )
     given = list(args)
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(()))

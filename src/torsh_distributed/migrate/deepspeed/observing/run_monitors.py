@@ -139,6 +139,36 @@ class MonitorMaster:
             monitor.write_events(found)
 
 
+class ScriptMonitor(RunMonitor):
+    """One monitor by itself, as scripts make it of its section of a config; rank 0 writes, if the section is on."""
+
+    kind: str
+
+    def __init__(self, config: Any) -> None:
+        section: Mapping[str, Any] = config if isinstance(config, Mapping) else config.model_dump()
+        self.enabled = _is_on(section)
+        self._inner = _KINDS[self.kind](section) if self.enabled and process_group.rank() == 0 else None
+
+    @override
+    def write_events(self, events: Iterable[MonitorEvent]) -> None:
+        if self._inner is not None:
+            self._inner.write_events(events)
+
+
+def script_monitors() -> dict[str, dict[str, type[ScriptMonitor]]]:
+    """By module of `deepspeed.monitor`, its class under DeepSpeed's name."""
+    names = {
+        "tensorboard": ("tensorboard", "TensorBoardMonitor"),
+        "csv_monitor": ("csv_monitor", "csvMonitor"),
+        "wandb": ("wandb", "WandbMonitor"),
+        "comet": ("comet", "CometMonitor"),
+    }
+    return {
+        f"deepspeed.monitor.{module}": {name: type(name, (ScriptMonitor,), {"kind": kind})}
+        for module, (kind, name) in names.items()
+    }
+
+
 def _is_on(section: Any) -> bool:
     return isinstance(section, Mapping) and section.get("enabled") is True
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -26,15 +29,19 @@ from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWe
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import RepeatingLoader, cast_params
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
+from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
 from torsh_distributed.parallel.mesh.mesh_reduction import HostValue
 from torsh_distributed.parallel.models.label_share import LabelRule
-from torsh_distributed.parallel.pipeline.microbatches import Microbatched
+from torsh_distributed.parallel.pipeline.microbatches import Microbatched, shapes_of
+from torsh_distributed.parallel.pipeline.runtime import LocalStages
 from torsh_distributed.parallel.strategy import LossFn, PendingNumber
 from torsh_distributed.parallel.torch_internals import tree_map
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.batches import to_device
 from torsh_distributed.train.loss import loss_of
+
+_log = logging.getLogger(__name__)
 
 _CALLED = "Only train_batch() is accessible in pipeline mode."
 
@@ -46,17 +53,27 @@ class PipelineError(RuntimeError):
 class PipelineEngine(DeepSpeedEngine):
     """`train_batch` and `eval_batch` take microbatches from an iterator; every rank makes the same calls.
 
-    Every rank reads the data: those of one replica must read the same.
+    Ranks of one replica read the same data; those of stages between the first and the last may have none.
     """
 
     def __init__(self, *args: Any, source: PipelineModule, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.source = source
         self.num_stages, self.stage_id = source.num_stages, source.stage_id
-        self.grid = source.mpu()
+        self.grid = self.mpu = source.mpu()
+        self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.dp_world_size > 1
+        self.is_model_parallel = False
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.micro_batches, self.micro_batch_size = self.gradient_accumulation_steps(), self._settings.batch.micro
+        self._reads_apart: dict[bool, bool] = {}
+        """Whether some rank between the ends has no data, in training and in evaluation; asked when first needed."""
+        # Scripts ask `engine.module` for what they gave their own subclass of PipelineModule.
+        self.module.__class__ = StagesOfScript
+        self.module.__dict__["source"] = source
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
         self.agg_train_loss: Tensor | None = None
+        self.total_loss: Tensor | None = None
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
 
@@ -79,7 +96,7 @@ class PipelineEngine(DeepSpeedEngine):
         with self._report.timing("step"):
             self._take_model_step({})
         self.micro_steps += self.gradient_accumulation_steps()
-        self.agg_train_loss = torch.tensor(value, device=self.device)
+        self.agg_train_loss = self.total_loss = torch.tensor(value, device=self.device)
         if self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/train_loss", value, self.global_samples)])
         self._report.after_step(self, is_boundary=True)
@@ -144,6 +161,12 @@ class PipelineEngine(DeepSpeedEngine):
         """Applied to each microbatch as it is read."""
         self._batch_fn = fn
 
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: a batch of other shapes is noticed when it is read."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing to do: what passes between stages is found out by running them."""
+
     def is_first_stage(self) -> bool:
         """Whether this rank takes the inputs."""
         return self.stage_id == 0
@@ -184,15 +207,66 @@ class PipelineEngine(DeepSpeedEngine):
     def _next_batch(self, count: int, data: Iterator[Any] | None = None) -> list[tuple[Any, Any]]:
         """Microbatches of inputs and targets."""
         source = data if data is not None else self._data
-        if source is None:
-            raise InvalidArgument(
-                "there is no data: train_batch() got no iterator",
-                hint="pass data_iter=…, or training_data to deepspeed.initialize; every rank reads it",
-            )
+        if not self._some_read_apart(has_data=source is not None):
+            assert source is not None, "every rank has data, or all have raised"
+            return _all_of(self._read(source, count), count)
+        group = self._pipe_group()
+        found = [] if source is None else self._read(source, count)
+        shapes = str([*map(shapes_of, found)]) if len(found) == count else ""
+        told = str(broadcast_object(shapes, dist.get_global_rank(group, 0), group=group))
+        if source is None and told:
+            # In the place of a batch: another one for other shapes, so that this stage sees them change.
+            found = [({told: None}, None)] * count
+        return _all_of(found, count)
+
+    def _read(self, source: Iterator[Any], count: int) -> list[tuple[Any, Any]]:
+        """Up to `count` microbatches."""
         read = [self._batch_fn(one) if self._batch_fn is not None else one for one in itertools.islice(source, count)]
-        if len(read) < count:
-            raise StopIteration(f"the data ended after {len(read)} of {count} microbatches")
         return [to_device((_given(one[0]), _given(one[1])), self.device) for one in read]
+
+    def _some_read_apart(self, *, has_data: bool) -> bool:
+        """Whether stages between the ends go without data; scripts do this in every batch or in none."""
+        if self.training not in self._reads_apart:
+            has_middle = self.num_stages > 2
+            told: list[bool] = all_gather_object(has_data, group=self._pipe_group()) if has_middle else [has_data]
+            if not (told[0] and told[-1]):
+                raise InvalidArgument(
+                    "there is no data: the first or the last stage got no iterator",
+                    hint="pass data_iter=…, or training_data to deepspeed.initialize, on these stages at the least",
+                )
+            self._reads_apart[self.training] = not all(told)
+        reads_apart = self._reads_apart[self.training]
+        if not has_data and not reads_apart:
+            raise InvalidArgument(
+                f"there is no data on stage {self.stage_id}, which had some in the first batch",
+                hint="pass data_iter=… in every call; stages between the first and the last may have none in all calls",
+            )
+        return reads_apart
+
+    def _pipe_group(self) -> dist.ProcessGroup:
+        strategy = self._core.strategy
+        assert isinstance(strategy, PipelineStages), "there are several stages"
+        return strategy.pipe.group
+
+
+def _all_of(pairs: list[Any], count: int) -> list[Any]:
+    if len(pairs) < count:
+        raise StopIteration(f"the data ended after {len(pairs)} of {count} microbatches")
+    return pairs
+
+
+class StagesOfScript(LocalStages):
+    """This rank's layers; what they lack, and is no layer, is the script's PipelineModule's."""
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__["source"], name)
+            if isinstance(found, nn.Module | Tensor):
+                raise
+            return found
 
 
 def _given(value: Any) -> Any:
@@ -233,6 +307,11 @@ def make_pipeline_engine(
         "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
         hint="use zero_optimization.stage 0 or 1: a stage is already a part of the model",
     )
+    if settings.accumulates_in_fp32 and process_group.rank() == 0:
+        _log.warning(
+            "data_types.grad_accum_dtype fp32 has no effect in a pipeline: gradients of microbatches add up in %s",
+            settings.dtype,
+        )
     model.to(rank_device())
     model.recompute_layers()
     cast_params(model, settings.dtype, None)

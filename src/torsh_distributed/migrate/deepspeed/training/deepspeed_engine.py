@@ -74,6 +74,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self._num_backwards = 0
         self._begin_saving()
         self._report = EngineReport(settings, self.module, rank=self.global_rank, num_ranks=self.dp_world_size)
+        self.flops_profiler = self._report.profiler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self.training = self.module.training
         self.loss_scaler = update.scaler

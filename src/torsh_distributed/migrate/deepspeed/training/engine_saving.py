@@ -38,8 +38,9 @@ class EngineSaving:
     loss_scaler: LossScaler
 
     def _begin_saving(self) -> None:
-        is_stage_2 = self._settings.stage == 2 and isinstance(self._core.strategy, Sharded)
-        self._whole = WholeBetweenSteps(self._core) if is_stage_2 else None
+        # In stage 1 with fp32 gradients of bf16 parameters too.
+        is_whole_to_scripts = self._settings.stage in (1, 2) and isinstance(self._core.strategy, Sharded)
+        self._whole = WholeBetweenSteps(self._core) if is_whole_to_scripts else None
         self._checkpoints = TaggedCheckpoints(self._core, self._settings)
 
     def save_checkpoint(

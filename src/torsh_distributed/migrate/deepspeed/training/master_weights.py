@@ -70,6 +70,11 @@ class MasterWeights(Optimizer):
 
     cur_scale = loss_scale
 
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return self.loss_scaler is not None and self.loss_scaler.dynamic
+
     def make_masters(self, like: Callable[[Tensor], Tensor]) -> None:
         """Give every parameter its master now; `like(param)` is the part of it that this rank updates."""
         for group in self.param_groups:

@@ -127,8 +127,8 @@ class RunSettings:
         if not self.accumulates_in_fp32 or self.batch.accumulation == 1:
             return False
         require(
-            self.stage >= 2 and self.dtype is torch.bfloat16,
-            "data_types.grad_accum_dtype fp32 works with bf16 and zero_optimization.stage 2 or 3",
+            self.stage >= 1 and self.dtype is torch.bfloat16,
+            "data_types.grad_accum_dtype fp32 works with bf16 and zero_optimization.stage 1, 2 or 3",
             hint="use one of these stages, or leave the key out: gradients then add up in the module's format",
         )
         return True

@@ -278,7 +278,7 @@
     const told = (one) => Object.entries(one).map(([name, value]) => `${name} ${short(value)}`).join(", ");
     put("federated-total", `${count(run.num_rounds)} of ${count(run.num_planned)} rounds · ${count(run.num_updates)} updates, ${count(run.num_lost)} did not count · ${bytes(run.bytes_up)} up, ${bytes(run.bytes_down)} down${isNumber(run.epsilon) ? ` · ε ${short(run.epsilon)}` : ""}`);
     table("federated", [["round", (row) => count(row.round), true], ["clients", (row) => `${row.num_updates} of ${row.num_chosen}`], ["attempts", (row) => count(row.num_attempts), true], ["took", (row) => seconds(row.duration_s), true],
-      ["up", (row) => bytes(row.bytes_up), true], ["down", (row) => bytes(row.bytes_down), true], ["ε", (row) => short(row.epsilon), true], ["figures", (row) => told(row.figures)], ["did not count", (row) => Object.entries(row.failures).map(([why, times]) => `${times} × ${why}`).join("; ")]], [...run.rounds].reverse(), "none yet");
+      ["up", (row) => bytes(row.bytes_up), true], ["down", (row) => bytes(row.bytes_down), true], ["ε", (row) => short(row.epsilon), true], ["figures", (row) => told(row.figures)], ["slowest links", (row) => Object.entries(row.links || {}).slice(0, 3).map(([client, rate]) => `${client} ${bytes(rate)}/s`).join(", ")], ["did not count", (row) => Object.entries(row.failures).map(([why, times]) => `${times} × ${why}`).join("; ")]], [...run.rounds].reverse(), "none yet");
   }
   function drawAlerts(alerts) {
     byId("alerts-section").hidden = !alerts.length;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -76,6 +76,16 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = _StateView(self)  # type: ignore[assignment]  # torch keeps a dict; ours reads storage
         self._import(optimizer)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Scripts start an optimizer again with `state.clear()`, or with another dict in its place."""
+        view = self.__dict__.get("state")
+        if name == "state" and isinstance(view, _StateView):
+            view.clear()
+            view.update(value)
+        else:
+            super().__setattr__(name, value)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -314,8 +324,8 @@ class OffloadedOptimizer(Optimizer):
         raise InvalidArgument("the optimizer does not hold this parameter", hint="pass a parameter of its groups")
 
 
-class _StateView(Mapping[Tensor, dict[str, Tensor]]):
-    """The optimizer's `state` in torch's format, read from storage on access."""
+class _StateView(MutableMapping[Tensor, dict[str, Tensor]]):
+    """The optimizer's `state` in torch's format, read from storage and written to it on access."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -325,6 +335,21 @@ class _StateView(Mapping[Tensor, dict[str, Tensor]]):
         if not self._optimizer.has_state(param):
             raise KeyError(param)
         return self._optimizer.state_of(param)
+
+    @override
+    def __setitem__(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        self._optimizer.put_state(param, state or None)
+
+    @override
+    def __delitem__(self, param: Tensor) -> None:
+        if param not in self:
+            raise KeyError(param)
+        self._optimizer.put_state(param, None)
+
+    @override
+    def clear(self) -> None:
+        for param in [*self]:
+            del self[param]
 
     @override
     def __contains__(self, param: object) -> bool:
