@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from torsh_distributed.checkpoint.files import block_hashes
-from torsh_distributed.checkpoint.files.block_hashes import HashedFile, check_file, record_of
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage, HashedFile, check_file, damaged, record_of
 
 
 @pytest.fixture
@@ -48,3 +51,38 @@ def test_a_file_is_not_replaced_and_a_link_not_followed(tmp_path: Path) -> None:
     for name in ("there", "link"):
         with pytest.raises(FileExistsError):
             HashedFile(tmp_path / name)
+
+
+def test_checkpoints_that_exist_have_blocks_of_eight_mebibytes() -> None:
+    first, last = "9d6bf1a4e92df02ce881a25e37e37b19", "a6cd5e9392000f6ac44bdff4074eecdb"
+    record = record_of(bytes(2**23 + 1))
+    assert record.num_bytes == 2**23 + 1
+    assert record.hashes == (first, last)
+
+
+@pytest.mark.parametrize(("device", "number"), [("/dev/full", errno.ENOSPC), ("/dev/null", errno.EINVAL)])
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, device: str, number: int) -> None:
+    """A full disk fails when it is written to, and one that cannot keep what it took only when it is waited for."""
+    file, other = HashedFile(tmp_path / "f"), os.open(device, os.O_WRONLY)
+    os.dup2(other, file._file)
+    os.close(other)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "f"))) as caught:
+        file.write(b"something")
+        file.close()
+    assert caught.value.errno == number
+    file.abandon()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_progress_adds_up_to_the_bytes_read(tmp_path: Path) -> None:
+    seen: list[int] = []
+    (tmp_path / "f").write_bytes(bytes(350))
+    assert check_file(tmp_path, "f", record_of(bytes(350)), progress=seen.append) == []
+    assert seen == [100, 100, 100, 50]
+
+
+def test_three_places_of_damage_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    places = [FileDamage(name, "differs") for name in "abcde"]
+    assert "is damaged: a: differs; b: differs; c: differs; and 2 more" in str(damaged(tmp_path, places))
+    assert "more" not in str(damaged(Path("step"), places[:3]))
+    assert "d: differs" not in str(damaged(tmp_path, places[:4]))

@@ -21,9 +21,18 @@ def test_the_plan_that_is_written_is_the_first_of_the_table(tmp_path: Path) -> N
     plan = Plan.load(path)
     plan.validate(4)
     assert plan.training.batch_size == 64
-    first = next(line for line in shown.output.splitlines() if line.startswith("│ 1"))
-    assert plan.resolve(4).mesh.equation in first
+    first = next(line for line in shown.output.splitlines() if line.split()[:1] == ["1"])
+    assert all(f"{axis} {degree}" in first for axis, degree in plan.resolve(4).mesh.degrees.items() if degree > 1)
     assert "a cell is rank·part of the batch" in shown.output
+
+
+def test_the_numbers_are_whole_in_a_narrow_terminal() -> None:
+    args = ["auto", MODEL, "--gpus", "8", "--machine", "h100", "--batch", "64"]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+    table = shown.output.partition(" plans tried")[0]
+    assert "…" not in table
+    assert "shard" in table
+    assert " × tp 1" not in table
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:

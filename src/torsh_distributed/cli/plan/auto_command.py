@@ -130,25 +130,39 @@ def _whole_number(text: str) -> int:
 
 
 def _table(plans: list[RankedPlan], *, is_batch_free: bool) -> Table:
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    columns = ("", "mesh", "shards", "recomputed", "pass", "GB (estimate)", "step (estimate)", "samples/s", "longest")
-    shown = Table(*columns)
+    # In a narrow terminal meshes take more lines; numbers and names stay whole.
+    shown = Table(box=SIMPLE, padding=0, show_edge=False, title="estimates", title_justify="left")
+    shown.add_column("", no_wrap=True)
+    shown.add_column("mesh", min_width=7)
+    for text in ("shards", "recompute"):
+        shown.add_column(text, no_wrap=True)
+    for text in ("a pass", "GB", "step", "samples/s"):
+        shown.add_column(text, justify="right", no_wrap=True)
+    shown.add_column("longest", no_wrap=True)
     for number, one in enumerate(plans, 1):
         plan = one.plan
         largest = max(one.time.terms, key=lambda term: one.time.terms[term])
         shown.add_row(
             str(number),
-            plan.mesh.equation,
+            _degrees(plan),
             plan.fsdp.strategy if plan.mesh.shard > 1 else "",
             plan.activation.strategy,
-            f"{one.memory.num_samples} samples" + (f" of {plan.training.batch_size:,}" if is_batch_free else ""),
+            f"{one.memory.num_samples}" + (f" of {plan.training.batch_size:,}" if is_batch_free else ""),
             f"{one.memory.peak_bytes / 1e9:.2f}",
             f"{one.time.total_s * 1e3:,.1f} ms",
             f"{1 / one.sample_s:,.1f}",
             largest,
         )
     return shown
+
+
+def _degrees(plan: Plan) -> str:
+    """The axes of more than one rank; degrees of one only take room."""
+    used = (f"{axis} {degree}" for axis, degree in plan.mesh.degrees.items() if degree > 1)
+    return " × ".join(used) or "one rank"
 
 
 def _notes(ranking: Ranking, machine: MachineProfile, *, rejected: bool) -> list[str]:
