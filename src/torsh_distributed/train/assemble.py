@@ -47,6 +47,7 @@ from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.loss_kind import check_coupled_samples
+from torsh_distributed.train.parameters.averaged_models import explain_averages
 from torsh_distributed.train.parameters.gradient_hooks import GradientHooks
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.deferred_logits import DeferredHead, DeferredLogits, defer_logits, should_defer
@@ -117,6 +118,7 @@ def parallelize(
         made.register_step_post_hook(deferred.note_update)
     engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
     check_coupled_samples(strategy.whole_model, chosen, data_degree=strategy.data_degree)
+    explain_averages(strategy, chosen)
     if statistics is not None:
         statistics.group = lambda: engine.strategy.samples_group
         statistics.is_borrowed = lambda: engine.loss.is_borrowed

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 
 from torsh_distributed.errors import TensorShapeMismatch
+from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
+from torsh_distributed.train.losses.loss_kind import MeanOfLabels
 
 
 def test_losses_of_microbatches_add_up_to_that_of_the_batch() -> None:
@@ -40,6 +42,19 @@ def test_labels_that_the_loss_shifts_are_counted_so() -> None:
     assert weights == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
     parts.load({"labels": torch.randn(4, 1)}, None, 4)
     assert parts.weight == 0.25
+
+
+def test_labels_of_a_traced_model_are_found_by_their_place() -> None:
+    features, labels = torch.randn(4, 3), torch.tensor([1, 2, -100, -100])
+    kind = MeanOfLabels(("y",), LabelRule(-100))
+    parts = Microbatches()
+    parts.counts = PartCounts(kind.count, kind.guarded)
+    parts.load({"0": features, "1": labels}, None, 2, batch={"x": features, "y": labels})
+    assert [*parts.inputs] == ["0", "1"]
+    assert parts.weight == 1
+    parts.current = 1
+    assert parts.weight == 0
+    assert parts.inputs["1"].max() >= 0, "one label counts, so the loss is a number"
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:

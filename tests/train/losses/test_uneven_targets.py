@@ -93,12 +93,14 @@ def batches(kind: str) -> list[tuple[Tensor, Any]]:
             lengths[:2] = 0  # a microbatch in which nothing counts
         counted = torch.arange(LENGTH) < lengths[:, None]
         wanted, weights = torch.randn(ROWS, LENGTH), torch.linspace(1, 1 + step, ROWS) * (lengths > 0)
+        holes = counted & (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 5 > 1)
         targets = {
             "zero": labels_of(tokens, counted, 0),
             "ignored": labels_of(tokens, counted, -100),
             "mask": (wanted, counted),
             "numbers": (wanted, counted.float()),
-            "holes": (wanted, counted & (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 5 > 1)),
+            "holes": (wanted, holes),
+            "ignored holes": labels_of(tokens, holes, -100),
             "lengths": (wanted, lengths),
             "weights": (labels_of(tokens, counted | True, 0), weights),
         }
@@ -117,6 +119,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "mask with holes": (masked_by_hand, "holes"),
     "lengths": (within_lengths, "lengths"),
     "told": (told, "mask"),
+    "labels of -100 with holes": (by_hand(-100), "ignored holes"),
     "weights": (weighted, "weights"),
 }
 
@@ -180,7 +183,6 @@ CONTEXT = {"mesh": {"cp": 2}}
 NOT_IN_PARTS = {
     "rows": "let loss_fn return",
     "lengths": "must match the size",
-    "mask with holes": "what it computes in one process",
 }
 """What parts of sequences cannot compute, and what is said."""
 
@@ -235,6 +237,23 @@ def test_a_kind_that_counts_what_the_loss_counts_is_kept() -> None:
     found = fits("selected values", MeanOfValues((1, 0)))
     assert not found[KEPT]
     assert found["computed", (), 0]
+
+
+def test_a_first_batch_with_holes_tells_by_its_mask() -> None:
+    found = fits("mask with holes", MeanOfSamples())
+    assert not found[KEPT]
+    assert found["weights", (1, 1), 0]
+
+
+def drawing(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.dropout(logits).square().mean()
+
+
+def test_a_loss_that_draws_random_numbers_is_not_judged() -> None:
+    tokens, targets = batches("zero")[0]
+    watched = WatchedLoss(drawing)
+    watched.watches = True
+    assert of_loss_fn(watched, make_model()(tokens), targets, MeanOfSamples()) == {}
 
 
 def test_targets_without_rows_are_left_alone() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from tests.bed.world import World
-from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.engine import Engine
@@ -82,14 +82,51 @@ def average() -> list[Tensor]:
     return [param.detach() for param in averaged.parameters()]
 
 
-def run_all() -> tuple[list[list[float]], list[Tensor]]:
-    return [start_again(how) for how in ("cleared", "replaced", "one by one")], average()
+def average_of_replicas() -> list[Tensor]:
+    engine = make_engine(make_model(), mesh={"dp": 2})
+    with pytest.raises(FeatureNotAvailable, match=r"engine\.unwrapped"):
+        AveragedModel(engine.model)
+    averaged = AveragedModel(engine.unwrapped)
+    for batch in engine.batches(make_batches()):
+        engine.step(batch)
+        averaged.update_parameters(engine.model)
+    return [param.detach() for param in averaged.module.parameters()]
+
+
+def refusals_of_whole_averages() -> list[str]:
+    """An average that was made before the model was split, with each way to split it."""
+    plans: list[dict[str, Any]] = [
+        {"mesh": {"shard": 2}},
+        {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}},
+        {"mesh": {"dp": 2}, "offload": {"enabled": True}},
+    ]
+    said = []
+    for plan in plans:
+        model = make_model()
+        averaged = AveragedModel(model)
+        engine = make_engine(model, **plan)
+        for one in (engine.unwrapped, engine.model):
+            with pytest.raises(InvalidArgument, match=r"engine\.whole_weights\(\)") as refused:
+                averaged.update_parameters(one)
+        said.append(str(refused.value))
+    return said
+
+
+def run_all() -> tuple[list[list[float]], list[list[Tensor]], list[str]]:
+    return (
+        [start_again(how) for how in ("cleared", "replaced", "one by one")],
+        [average(), average_of_replicas()],
+        (refusals_of_whole_averages()),
+    )
 
 
 @pytest.mark.ranks
 def test_state_that_starts_again_and_averages_of_weights_are_those_of_one_process(world: World) -> None:
     again, _ = plain(starts_again=True)
     _, averaged = plain(starts_again=False)
-    for by_way, weights in world.run(run_all):
+    expected = [param.detach() for param in averaged.parameters()]
+    for by_way, averages, refusals in world.run(run_all):
         assert all(losses == pytest.approx(again, rel=1e-5) for losses in by_way)
-        torch.testing.assert_close(weights, [param.detach() for param in averaged.parameters()])
+        torch.testing.assert_close(averages, [expected, expected])
+        for text, setting in zip(refusals, ("mesh.shard", "mesh.pp", "offload"), strict=True):
+            assert setting in text

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -135,6 +135,13 @@ class DistributedDataParallel(TorchDDP):
         self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
         if self._has_buckets:
             self.register_comm_hook(self._gradient_sync, average_bucket)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise FeatureNotAvailable(
+            "DistributedDataParallel cannot be copied: it holds connections and buckets, which other ranks share",
+            hint="copy the model inside it: engine.unwrapped, or `.module` of a model that you wrapped",
+            feature="copy.deepcopy",
+        )
 
     @override
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ class Microbatches:
         self._targets = [_part(targets, part, num_rows, count) for part in range(count)]
         self._weights = None
         if self.counts is not None:
-            self._weigh(self.counts, has_targets=targets is not None, batch=batch)
+            self._weigh(self.counts, inputs, has_targets=targets is not None, batch=batch)
             return
         # Shifted before, because sequences are split, or by the model.
         name = "shift_labels" if "shift_labels" in inputs else "labels"
@@ -106,7 +106,7 @@ class Microbatches:
             if self._weights is not None and not self.labels.is_sum:
                 self._targets = [self.labels.with_a_label(part) for part in self._targets]
 
-    def _weigh(self, counts: PartCounts, *, has_targets: bool, batch: Any) -> None:
+    def _weigh(self, counts: PartCounts, inputs: Mapping[str, Any], *, has_targets: bool, batch: Any) -> None:
         """Weigh the parts by what they count; those in which nothing counts are guarded."""
         if counts.count is None:
             return  # their losses tell
@@ -118,7 +118,12 @@ class Microbatches:
         if has_targets:
             self._targets = [counts.guarded((None, part))[1] for part in self._targets]
         elif isinstance(batch, Mapping):
-            self._inputs = [counts.guarded(part) for part in self._inputs]
+            # Those of a traced model are named by their places.
+            names = {place: name for place, one in inputs.items() for name, given in batch.items() if given is one}
+            safe = [
+                counts.guarded({names.get(place, place): one for place, one in part.items()}) for part in self._inputs
+            ]
+            self._inputs = [{place: part[names.get(place, place)] for place in inputs} for part in safe]
 
 
 def shapes_of(value: Any) -> Any:

@@ -122,8 +122,9 @@ def kinds_that_fit(
 ) -> dict[Named, bool]:
     """For `kept` and for what may take its place: whether the halves of every changed batch make the whole.
 
-    Empty if they do not make that of the batch as it is: the loss draws random numbers then. `evaluate` is called three
-    times for each change, whatever comes of it: ranks may communicate in it.
+    Empty if none makes that of the batch as it is: the loss draws random numbers then. `kept` need not, where parts of
+    the first batch do not count either. `evaluate` is called three times for each change, whatever comes of it: ranks
+    may communicate in it.
     """
     fits: dict[Named, bool] = {}
     paths = {path: _has_labels(tensor_at(batch, path)) for path, _ in changes}
@@ -144,7 +145,7 @@ def kinds_that_fit(
                 if sum(counts[1:]):
                     fits[name] = fits.get(name, True) and _makes([loss for loss, _ in found], counts[1:], rounding)
         if number == 0:
-            is_judged = fits.get(KEPT, False)
+            is_judged = any(fits.values())
     return fits if is_judged else {}
 
 
