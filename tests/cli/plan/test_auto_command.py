@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.plan import Plan
+from torsh_distributed.planner.machine.step_text import samples_text, step_text
 
 MODEL = "tests.planner.live_memory:char_gpt"
 
@@ -40,3 +43,18 @@ def test_where_nothing_fits_the_nearest_is_named() -> None:
     shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
     assert shown.exit_code == 1
     assert "the nearest needs" in shown.output
+
+
+def test_the_memory_of_a_gpu_on_a_machine_without_one_says_which_machines_to_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    args = ["auto", MODEL, "--gpus", "2", "--batch", "4", "--memory", "80GB"]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert "times and order are those of its CPU; for GPUs: --machine h100" in shown.output
+    named = CliRunner().invoke(app, [*args, "--machine", "h100"], env={"COLUMNS": "200"})
+    assert "for GPUs: --machine" not in named.output
+
+
+def test_long_steps_are_told_in_seconds() -> None:
+    assert [step_text(one) for one in (0.0385, 9.9, 396.14)] == ["38.5 ms", "9,900.0 ms", "396.1 s"]
+    assert [samples_text(one) for one in (815.21, 0.0831)] == ["815.2", "0.0831"]

@@ -23,7 +23,7 @@ def test_a_step_of_unequal_ranks_is_told_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "step.png"
     told = shown("--spread", "0.05", "--slow", "0.1", "--png", str(png))
-    assert "16 ranks" in told
+    assert "16 ranks on H100 SXM" in told
     assert "of the ranks' time waiting: averaging of gradients" in told
     for row in ("the slowest", "typical", "the fastest"):
         assert row in told

@@ -91,6 +91,9 @@ def test_a_model_that_reads_values_while_it_is_built_gets_no_memory_either(scrip
     [
         (":build", "not of the form module:function"),
         ("no_such_module:build", "No module named 'no_such_module'"),
+        ("my_planned_script.py:build", r"a module is named without \.py: my_planned_script:"),
+        ("my_planned_script.py", "my_planned_script.py is a script(.|\n)*such as my_planned_script:build_model"),
+        ("my_planned_script.build", "my_planned_script.py is a script(.|\n)*such as my_planned_script:build$"),
         ("my_planned_script:bulid", r"has no function bulid(.|\n)*did you mean build\?"),
         ("builtins:dict", "it returns a dict, not a model"),
         ("my_planned_script:xyz", r"has no function xyz(.|\n)*it has .*build, with_example"),

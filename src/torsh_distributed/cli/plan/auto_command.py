@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _SHOWN = 10
 _MOST_DRAWN = 64
 """Ranks of a mesh that is drawn; `torsh plan show` draws larger ones."""
+_ALIKE, _NAMED = 0.1, 3
+"""GPUs that are named have the memory that was asked for, within this share of it; so many are."""
 
 
 def auto(
@@ -102,6 +104,8 @@ def auto(
         console.print(_table(ranking.plans[:_SHOWN], is_batch_free=batch == "auto"), highlight=False)
     for line in _notes(ranking, chosen, rejected=rejected):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if memory is not None and machine is None and chosen.device_type == "cpu":
+        console.print(_gpus_to_name(memory_bytes(memory)), highlight=False, soft_wrap=True, markup=False)
     if not ranking.plans:
         console.print(f"{no_plan(ranking, chosen)}; {nearest(ranking)}", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1)
@@ -133,6 +137,8 @@ def _table(plans: list[RankedPlan], *, is_batch_free: bool) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
+    from torsh_distributed.planner.machine.step_text import samples_text, step_text
+
     # In a narrow terminal meshes take more lines; numbers and names stay whole.
     shown = Table(box=SIMPLE, padding=0, show_edge=False, title="estimates", title_justify="left")
     shown.add_column("", no_wrap=True)
@@ -152,8 +158,8 @@ def _table(plans: list[RankedPlan], *, is_batch_free: bool) -> Table:
             plan.activation.strategy,
             f"{one.memory.num_samples}" + (f" of {plan.training.batch_size:,}" if is_batch_free else ""),
             f"{one.memory.peak_bytes / 1e9:.2f}",
-            f"{one.time.total_s * 1e3:,.1f} ms",
-            f"{1 / one.sample_s:,.1f}",
+            step_text(one.time.total_s),
+            samples_text(1 / one.sample_s),
             largest,
         )
     return shown
@@ -163,6 +169,18 @@ def _degrees(plan: Plan) -> str:
     """The axes of more than one rank; degrees of one only take room."""
     used = (f"{axis} {degree}" for axis, degree in plan.mesh.degrees.items() if degree > 1)
     return " × ".join(used) or "one rank"
+
+
+def _gpus_to_name(size: float) -> str:
+    """How to get the times of GPUs, for someone who said their memory where there is none."""
+    from torsh_distributed.planner.machine.machine_profile import described_machines, read_machine
+
+    gpus = {name: read_machine(path) for name, path in described_machines().items()}
+    alike = [name for name, gpu in gpus.items() if abs(gpu.memory_bytes / size - 1) < _ALIKE]
+    named = sorted(alike or gpus, key=len)[:_NAMED]
+    return (
+        f"this machine has no GPU, so times and order are those of its CPU; for GPUs: --machine {', '.join(named)}, …"
+    )
 
 
 def _notes(ranking: Ranking, machine: MachineProfile, *, rejected: bool) -> list[str]:

@@ -69,11 +69,12 @@ def simulate(
     from torsh_distributed.planner.forecast.step_picture import picture_of_step
 
     resolved = chosen.resolve(ranks)
-    predictor = _predictor(model, resolved, machine_or_this(machine, ranks), sequence)
+    used = machine_or_this(machine, ranks)
+    predictor = _predictor(model, resolved, used, sequence)
     spreads = Spreads(ranks=rank_spread, phases=spread, slow_ranks=slow, slow_by=slow_by)
     phases = predictor.phases(resolved)
     found = simulate_steps(phases, resolved, spreads=spreads, num_steps=steps, seed=seed)
-    lines = list(_told(found, resolved))
+    lines = list(_told(found, resolved, used.name))
     if failures is not None:
         lines += _drawn_failures(failures, ranks, duration, found.mean_s, seed)
     notes = predictor.step_time(resolved).not_measured
@@ -84,11 +85,13 @@ def simulate(
     _draw(picture_of_step(phases, resolved, spreads=spreads, seed=seed), console, png)
 
 
-def _told(found: SimulatedSteps, plan: Plan) -> Iterator[str]:
+def _told(found: SimulatedSteps, plan: Plan, machine: str) -> Iterator[str]:
+    from torsh_distributed.planner.machine.step_text import step_text
+
     yield (
-        f"{found.num_ranks:,} ranks, {plan.mesh.equation}: {found.mean_s * 1e3:,.1f} ms a step"
-        f" ({min(found.steps_s) * 1e3:,.1f} to {max(found.steps_s) * 1e3:,.1f}),"
-        f" {found.slowdown:.2f} times that of ranks that are all alike, {found.alike_s * 1e3:,.1f} ms"
+        f"{found.num_ranks:,} ranks on {machine}, {plan.mesh.equation}: {step_text(found.mean_s)} a step"
+        f" ({step_text(min(found.steps_s))} to {step_text(max(found.steps_s))}),"
+        f" {found.slowdown:.2f} times that of ranks that are all alike, {step_text(found.alike_s)}"
     )
     for name, share in sorted(found.waited.items(), key=lambda one: -one[1]):
         yield f"  {share:6.1%} of the ranks' time waiting: {name}"
@@ -117,9 +120,10 @@ def _drawn_failures(rates: FailureRates, num_ranks: int, duration: str, step_s: 
 def _draw(timeline: Timeline, console: Console, png: Path | None) -> None:
     """One step, in text and, if asked for, as a picture."""
     from torsh_distributed.parallel.pipeline import draw_schedule, schedule_text
+    from torsh_distributed.planner.machine.step_text import step_text
 
     indent = max(map(len, timeline.row_names))
-    console.print(f"the first step drawn, {timeline.span * 1e3:,.1f} ms:", highlight=False)
+    console.print(f"the first step drawn, {step_text(timeline.span)}:", highlight=False)
     console.print(schedule_text(timeline, width=max(20, min(100, console.width - indent))), soft_wrap=True)
     if png is not None:
         drawn = draw_schedule(timeline, png, title="a step")

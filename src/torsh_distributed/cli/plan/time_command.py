@@ -167,6 +167,8 @@ def machine_or_this(name: str | None, count: int) -> MachineProfile:
 def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, limit_s: float | None) -> None:
     from rich.table import Table
 
+    from torsh_distributed.planner.machine.step_text import step_text
+
     table = Table("GPUs", "mesh", "step", "tokens/s", "scaling", "goodput", "hours", "GPU hours", "cost")
     first = next((one for _, one, _ in rows if one is not None), None)
     for count, one, text in rows:
@@ -178,7 +180,7 @@ def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, li
         table.add_row(
             str(count),
             text,
-            f"{one.step_s * 1e3:,.1f} ms",
+            step_text(one.step_s),
             f"{one.tokens_per_s:,.0f}",
             f"{scaling:.0%}",
             f"{one.goodput:.1%}",

@@ -39,7 +39,20 @@ def find_model(where: str) -> FoundModel:
     """
     if ":" in where:
         return _from_function(where)
+    _refuse_script(where)
     return FoundModel(_from_transformers(where))
+
+
+def _refuse_script(where: str) -> None:
+    """A script of this folder is no model: said before a name that looks like none is asked for over the network."""
+    module_name, _, name = where.rpartition(".")
+    script = Path(where) if name == "py" else Path(f"{module_name.replace('.', '/')}.py")
+    if module_name and script.is_file():
+        spelling = f"{'.'.join(script.with_suffix('').parts)}:{'build_model' if name == 'py' else name}"
+        raise ConfigurationError(
+            f"{where} names no model: {script} is a script, and a function or class of it is needed",
+            hint=f"such as {spelling}",
+        )
 
 
 def _from_function(where: str) -> FoundModel:
@@ -66,8 +79,11 @@ def _imported(module_name: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        is_file = module_name.endswith(".py")
+        named = f"a module is named without .py: {module_name.removesuffix('.py').replace('/', '.')}:…"
         raise ConfigurationError(
-            f"{where}: {error}", hint="run it in the folder of the module, or name a module that is installed"
+            f"{where}: {error}",
+            hint=named if is_file else "run it in the folder of the module, or name a module that is installed",
         ) from error
     except (Exception, SystemExit) as error:  # a module may do anything when it is imported
         raise ConfigurationError(

@@ -11,6 +11,7 @@ from torch import nn
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import MachineProfile, machine_named
+from torsh_distributed.planner.machine.step_text import step_text
 from torsh_distributed.planner.machine.this_machine import this_machine
 from torsh_distributed.planner.memory.memory_table import GB
 from torsh_distributed.planner.memory.optimizer_profile import optimizer_named, optimizer_or_assumed
@@ -101,7 +102,7 @@ def plan_and_reason(
     best = _first(ranking, machine)
     told = (
         f"{best.plan.mesh.equation} ranks, {best.memory.num_samples} samples in a pass, activations"
-        f" {best.plan.activation.strategy}; estimated {best.time.total_s * 1e3:,.1f} ms a step and"
+        f" {best.plan.activation.strategy}; estimated {step_text(best.time.total_s)} a step and"
         f" {best.memory.peak_bytes / GB:.2f} GB on a rank, the best of {ranking.num_tried} plans on {machine.name}"
     )
     return best.plan, f"{told}; {note}" if note else told
