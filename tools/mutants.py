@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SOURCE, TESTS = ROOT / "src" / "torsh_distributed", ROOT / "tests"
 QUICK = ["-x", "-q", "--assert=plain", "-p", "no:xdist", "-m", "not ranks and not slow and not matrix"]
 LIMIT_S = 20.0
