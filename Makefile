@@ -12,7 +12,7 @@ EXTRAS ?= dev
 comma := ,
 CONSTRAINTS := constraints/$(lastword $(subst $(comma), ,$(EXTRAS))).txt
 
-.PHONY: train test unit matrix coverage lint docs bench benchcheck counts versions wheel constraints clean help
+.PHONY: train test unit matrix coverage mutants lint docs bench benchcheck counts versions wheel constraints clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -55,6 +55,9 @@ matrix: $(READY) ## the long form of the tables of combinations, and what takes 
 
 coverage: $(READY) ## the lines and branches of each package that its tests reach, against tests/coverage.json; FOLDERS="compress plan" measures some
 	$(BIN)/python tools/coverage_by_folder.py $(COVERAGE_ARGS) $(FOLDERS)
+
+mutants: $(READY) ## small changes of FILES="src/…" that their quick tests do not notice; MUTANTS_ARGS="--count 50 --seed 1"
+	$(BIN)/python tools/mutants.py $(MUTANTS_ARGS) $(FILES)
 
 lint: $(READY) ## ruff, mypy --strict, layer contracts
 	$(BIN)/ruff check .

@@ -6,11 +6,19 @@ import errno
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torsh_distributed.checkpoint.files import block_hashes
-from torsh_distributed.checkpoint.files.block_hashes import FileDamage, HashedFile, check_file, damaged, record_of
+from torsh_distributed.checkpoint.files.block_hashes import (
+    FileDamage,
+    FileRecord,
+    HashedFile,
+    check_file,
+    damaged,
+    record_of,
+)
 
 
 @pytest.fixture
@@ -70,6 +78,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, device: str, number
         file.write(b"something")
         file.close()
     assert caught.value.errno == number
+    assert caught.value.strerror == os.strerror(number)
     file.abandon()
 
 
@@ -86,3 +95,18 @@ def test_three_places_of_damage_are_named_and_the_rest_counted(tmp_path: Path) -
     assert "is damaged: a: differs; b: differs; c: differs; and 2 more" in str(damaged(tmp_path, places))
     assert "more" not in str(damaged(Path("step"), places[:3]))
     assert "d: differs" not in str(damaged(tmp_path, places[:4]))
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 2**63, 1.0, True, "1"])
+def test_a_record_has_a_size_that_a_file_can_have(num_bytes: Any) -> None:
+    with pytest.raises(TypeError, match="a file has bytes and hashes"):
+        FileRecord.from_json({"bytes": num_bytes, "hashes": []})
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_file_that_is_ended_is_closed(tmp_path: Path, end: str) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    file = HashedFile(tmp_path / "data")
+    file.write(b"some bytes")
+    getattr(file, end)()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

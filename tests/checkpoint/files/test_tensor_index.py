@@ -96,6 +96,25 @@ def test_absurd_shapes_are_refused(shape: tuple[int, ...]) -> None:
         read_back(shape=shape)
 
 
+@pytest.mark.parametrize("data", [b"[]", b"{}", b'{"files": [], "tensors": []}', b"[" * 100_000])
+def test_what_is_no_index_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="it is no index"):
+        TensorIndex.from_bytes(data, FILES, is_compressed=False)
+
+
+def test_a_tensor_may_have_as_many_dims_as_torchs() -> None:
+    shape = (1,) * 64
+    stored = box(0, 1, offsets=(0,) * 64, sizes=shape)
+    assert read_back(stored, shape=shape).tensors["model.w"].boxes == (stored,)
+
+
+def test_a_scalar_has_one_box() -> None:
+    stored = box(0, 1, offsets=(), sizes=())
+    assert read_back(stored, shape=()).tensors["model.w"].boxes == (stored,)
+    with pytest.raises(ValueError, match="each element of it once"):
+        read_back(stored, stored, shape=())
+
+
 def test_item_sizes_are_torchs() -> None:
     dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
     for dtype in dtypes:
