@@ -41,7 +41,7 @@ from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, pre
 from torsh_distributed.train.comparing.forward_changes import ForwardChanges
 from torsh_distributed.train.efficiency.predicted_step import emit_prediction
 from torsh_distributed.train.engine import Engine
-from torsh_distributed.train.job_changes.automatic_plan import plan_of_job
+from torsh_distributed.train.job_changes.automatic_plan import plan_of_job, warn_of_unread_plan
 from torsh_distributed.train.job_changes.elastic_steps import SAME_SETTINGS_HINT, elastic_steps_for, with_elastic
 from torsh_distributed.train.job_changes.running_changes import running_changes
 from torsh_distributed.train.learning_rate import SchedulerFn
@@ -94,6 +94,8 @@ def parallelize(
     chosen = with_elastic(plan or Plan())
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
+    if plan is None:
+        warn_of_unread_plan()
     settings = _settings(chosen, optimizer, has_weights=weights is not None)
     require_same(settings, group=resolve_group(None), hint=SAME_SETTINGS_HINT)
     chosen = _plan_of_all(model, chosen, settings["optimizer"]["class"], example)

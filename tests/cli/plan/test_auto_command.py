@@ -21,6 +21,8 @@ def test_the_plan_that_is_written_is_the_first_of_the_table(tmp_path: Path) -> N
     shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert "not measured: " in shown.output
+    assert "--nproc-per-node 4 --plan" in shown.output
+    assert "td.Plan.from_env()" in shown.output
     plan = Plan.load(path)
     plan.validate(4)
     assert plan.training.batch_size == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -102,6 +103,25 @@ def elastic() -> None:
 
 def test_a_world_that_changes_is_refused(world: World) -> None:
     world.run(elastic, num_ranks=1)
+
+
+def without_a_plan() -> list[str]:
+    """Runs on every rank: what is logged where the script gives no plan, though the environment names one."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("torsh_distributed").addHandler(handler)
+    os.environ["TORSH_PLAN"], os.environ["TORSH_PLAN__TRAINING__STEPS"] = "chosen.toml", "3"
+    parallelize(wide(), torch.optim.AdamW, loss_fn=functional.cross_entropy)
+    return [line for line in told if "has no effect" in line]
+
+
+def test_a_plan_that_the_script_does_not_read_is_told_by_rank_0(world: World) -> None:
+    first, second = world.run(without_a_plan, num_ranks=2)
+    assert len(first) == 1
+    assert "chosen.toml, TORSH_PLAN__TRAINING__STEPS has no effect" in first[0]
+    assert "td.Plan.from_env()" in first[0]
+    assert second == []
 
 
 def test_the_launcher_says_auto_and_a_script_trains(tmp_path: Path) -> None:

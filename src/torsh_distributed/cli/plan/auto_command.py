@@ -113,7 +113,8 @@ def auto(
         _draw(ranking.plans[0].plan, gpus, console)
     if output is not None:
         ranking.plans[0].plan.save(output, with_defaults=False)
-        console.print(f"the first one is in {output}: torsh run --plan {output} …", highlight=False, soft_wrap=True)
+        told = f"the first one is in {output}: torsh run --nproc-per-node {gpus} --plan {output} train.py"
+        console.print(f"{told}, whose script passes td.Plan.from_env() to parallelize", highlight=False, soft_wrap=True)
 
 
 def _draw(plan: Plan, num_ranks: int, console: Console) -> None:

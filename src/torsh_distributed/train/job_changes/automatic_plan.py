@@ -49,6 +49,19 @@ def plan_of_job(
     return Plan.from_dict(broadcast_object(chosen, 0, group=group))
 
 
+def warn_of_unread_plan() -> None:
+    """For `parallelize` without a plan: one that `torsh run --plan` names has no effect unless the script reads it."""
+    named = os.environ.get(_PLAN) or ""
+    keys = sorted(name for name in os.environ if name.startswith(f"{_PLAN}__"))
+    unread = ", ".join(([named] if named not in ("", AUTO) else []) + keys)
+    if unread and process_group.rank() == 0:
+        _log.warning(
+            "%s has no effect: the script gives parallelize() no plan, so it trains by the defaults;"
+            " parallelize(model, optimizer, td.Plan.from_env()) takes it",
+            unread,
+        )
+
+
 def _kept() -> dict[str, Any] | None:
     path = os.environ.get(_KEPT_IN)
     return Plan.load(path).to_dict() if path is not None and Path(path).exists() else None
