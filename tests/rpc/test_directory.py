@@ -1,15 +1,17 @@
-"""Whose secret the workers of a store have: that of their job, or one that the first of them puts there."""
+"""Whose secret the workers of a store have, and who of them is there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from torsh_distributed.comm.store import open_store
 from torsh_distributed.comm.trust.job_secret import TOKEN_VARIABLE
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.rpc.directory import WorkerDirectory
 
 
@@ -45,3 +47,24 @@ def test_a_worker_with_another_secret_is_refused_in_words(
     secret(store, first, monkeypatch)
     with pytest.raises(ConfigurationError, match="same TORSH_JOB_TOKEN"):
         secret(store, second, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_who_leaves_while_it_is_looked_up_is_not_waited_for(store: dist.Store, kind: str) -> None:
+    shared = store if kind == "ours" else dist.HashStore()
+    shared.set_timeout(timedelta(seconds=1))
+    here, there = WorkerDirectory(shared), WorkerDirectory(shared)
+
+    def come_and_go() -> None:
+        for _ in range(200):
+            there.remove(there.add("guest", "socket", None, None))
+
+    seen = set()
+    with ThreadPoolExecutor(1) as pool:
+        guest = pool.submit(come_and_go)
+        while not guest.done():
+            seen.add(len(here.workers()))
+        guest.result()
+    assert seen <= {0, 1}
+    with pytest.raises(InvalidArgument, match="there is no worker named 'guest'"):
+        here.find("guest")

@@ -17,6 +17,7 @@ from torsh_distributed.comm.transport.connection import Address, open_socket
 from torsh_distributed.comm.trust.job_secret import job_secret, sign
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 
+_NOBODY = "none"
 _CONNECT_S = 5.0
 _LOG_KEY = "names"
 _OF_A_JOB, _PURPOSE = "of a job: ", "rpc directory"
@@ -106,14 +107,16 @@ class WorkerDirectory:
 
     def find(self, name: str) -> WorkerInfo:
         """The worker of this name; InvalidArgument with those that are there if there is none."""
-        if not self._store.check([f"worker/{name}"]):
+        # `get` after `check` would wait for what was removed in between. No worker's text is this: nothing is set.
+        text = self._store.compare_set(f"worker/{name}", _NOBODY, _NOBODY).decode()
+        if text == _NOBODY:
             raise InvalidArgument(
                 f"there is no worker named {name!r}",
                 hint="start it first, or wait for it with rpc.wait_for_workers",
                 name=name,
                 workers=", ".join(self.names()) or "none",
             )
-        return _parsed(self._store.get(f"worker/{name}").decode())
+        return _parsed(text)
 
     def wait(self, names: list[str], timeout_s: float) -> None:
         """Until workers with all these names are there; torch's store raises after the time."""

@@ -68,8 +68,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._reads_apart: dict[bool, bool] = {}
         """Whether some rank between the ends has no data, in training and in evaluation; asked when first needed."""
         # Scripts ask `engine.module` for what they gave their own subclass of PipelineModule.
-        self.module.__class__ = StagesOfScript
-        self.module.__dict__["source"] = source
+        if isinstance(self.module, LocalStages):  # otherwise one stage is all of it: the script's own
+            self.module.__class__ = StagesOfScript
+            self.module.__dict__["source"] = source
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
         self.agg_train_loss: Tensor | None = None
