@@ -27,7 +27,7 @@ def explain_averages(strategy: Strategy, plan: Plan) -> None:
         if splits:
             _SPLIT[model] = " and ".join(splits)
     before = AveragedModel.update_parameters
-    if not splits or hasattr(before, "__wrapped__"):
+    if not splits or hasattr(before, "is_explained"):  # others may have wrapped it too, and would not say this
         return
 
     @functools.wraps(before)
@@ -42,6 +42,7 @@ def explain_averages(strategy: Strategy, plan: Plan) -> None:
             )
         before(averaged, model)
 
+    update_parameters.is_explained = True  # type: ignore[attr-defined]  # a function takes any name
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign, assignment]  # torch has no hook
 
 
