@@ -66,5 +66,6 @@ def test_who_leaves_while_it_is_looked_up_is_not_waited_for(store: dist.Store, k
             seen.add(len(here.workers()))
         guest.result()
     assert seen <= {0, 1}
+    assert dist.PrefixStore("rpc", shared).get("names") == b'"guest"\n'
     with pytest.raises(InvalidArgument, match="there is no worker named 'guest'"):
         here.find("guest")

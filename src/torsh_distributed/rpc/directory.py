@@ -93,7 +93,7 @@ class WorkerDirectory:
                     there=f"pid {_parsed(there).pid} on {_parsed(there).host}",
                 )
             self._store.set(f"worker/{name}", text)  # it was killed, and this one takes its place
-        else:
+        elif name not in self._log():  # once, however often it leaves and comes back
             self._store.append(_LOG_KEY, f"{json.dumps(name)}\n")  # type: ignore[attr-defined]  # not in torch's stubs
         return info
 
@@ -138,11 +138,13 @@ class WorkerDirectory:
 
     def names(self) -> list[str]:
         """The workers that are there, in the order in which they first came."""
+        return [name for name in self._log() if self._store.check([f"worker/{name}"])]
+
+    def _log(self) -> dict[str, None]:
+        """All that were ever there, in that order; two that came at one moment may have written the same name."""
         if not self._store.check([_LOG_KEY]):
-            return []
-        lines = self._store.get(_LOG_KEY).decode().splitlines()
-        names = dict.fromkeys(json.loads(line) for line in lines)
-        return [name for name in names if self._store.check([f"worker/{name}"])]
+            return {}
+        return dict.fromkeys(json.loads(line) for line in self._store.get(_LOG_KEY).decode().splitlines())
 
     def workers(self) -> list[WorkerInfo]:
         """Those that are there, in the same order."""
