@@ -88,10 +88,12 @@ def _keep_fatal_stacks() -> None:
 
 
 class _TorchFinder:
-    """Raises KeyboardInterrupt again if `import torch` has swallowed it: at its next import, or at its end.
+    """Keeps a Ctrl-C during `import torch` for the next module that it imports, or for its end.
 
-    Why: torch's native code imports numpy, clears whatever that raises and goes on without numpy. The worker would then
-    train on after a Ctrl-C, until the launcher kills it. This can go once torch lets KeyboardInterrupt through.
+    Why: torch's native code runs Python and does not expect an interrupt there. Where it imports numpy it clears
+    whatever that raises and goes on without numpy: the worker would train on, until the launcher kills it. Where it
+    describes its enumerations, the process aborts with all of its stack on the terminal. So the handler raises nothing;
+    between two modules an interrupt does no harm, and one that was cleared is raised again at the next.
     """
 
     def __init__(self) -> None:
@@ -131,7 +133,6 @@ class _TorchFinder:
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         self._is_interrupted = True
-        signal.default_int_handler(number, frame)
 
 
 def _run_script(path: str, args: list[str]) -> None:
