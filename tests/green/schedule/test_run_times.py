@@ -46,6 +46,26 @@ def test_the_command_says_when_to_run_and_what_it_saves(tmp_path: Path) -> None:
     assert "the job takes 4.0 h with 1 worker and the deadline is in 2.0 h" in late.stderr
 
 
+def test_times_with_much_renewable_power_are_listed_best_first(tmp_path: Path) -> None:
+    begin = NOW - NOW % 3600
+    shares = [0.3, 0.5, 0.7, 0.4, 0.2, 0.9, 0.1]
+    lines = [
+        f"{datetime.fromtimestamp(begin + 3600 * hour, UTC).isoformat()},{200 - 100 * share},{share}"
+        for hour, share in enumerate((*shares, 0.1))
+    ]
+    (tmp_path / "trace.csv").write_text("time,g_per_kwh,renewable_share\n" + "\n".join(lines) + "\n")
+    feed = make_feed("file", zone=None, file=str(tmp_path / "trace.csv"), url=None, g_per_kwh=None)
+    found = recommend(JobShape(work_h=1.0), feed, now=begin, until=begin + 7 * 3600)
+    rows = found.to_dict()["renewable_windows"]
+    assert [row["hours"] for row in rows] == pytest.approx([1.0, 2.0]), "40 % is not more than 40 %"
+    assert [row["renewable_share"] for row in rows] == pytest.approx([0.9, 0.6])
+    assert [row["g_per_kwh"] for row in rows] == pytest.approx([110.0, 140.0])
+    first = datetime.fromtimestamp(begin + 5 * 3600, UTC).strftime("%Y-%m-%dT%H:%MZ")
+    assert f"90% renewable from {first} to " in found.in_words()
+    more = recommend(JobShape(work_h=1.0), feed, now=begin, until=begin + 7 * 3600, renewable_above=0.8)
+    assert len(more.to_dict()["renewable_windows"]) == 1
+
+
 def test_a_feed_that_is_down_is_said_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

@@ -99,6 +99,9 @@ def when(
     efficiency: Annotated[float, typer.Option(min=0.01, max=1.0, help="What each further worker adds.")] = 0.9,
     watts: Annotated[float, typer.Option(min=1.0, help="Power of a worker that trains.")] = 1000.0,
     idle_watts: Annotated[float, typer.Option(min=0.0, help="Power of one that waits and is held.")] = 0.0,
+    renewable: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Also list the times with a larger renewable share than this.")
+    ] = 0.4,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say when to run a job so that it is done in time with the least CO2, and what that saves."""
@@ -120,5 +123,5 @@ def when(
     )
     speeds = tuple(1.0 + efficiency * number for number in range(workers))
     job = JobShape(work_h=hours, speeds=speeds, busy_w=watts, idle_w=idle_watts)
-    found = recommend(job, feed, now=now, until=until)
+    found = recommend(job, feed, now=now, until=until, renewable_above=renewable)
     typer.echo(json_format.dumps(found.to_dict()) if json else found.in_words())

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any, Literal
 
 from torsh_distributed.errors import CommunicationError, InvalidArgument, TorshError, first_line
 from torsh_distributed.green.carbon.feeds import CarbonFeed
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
-from torsh_distributed.green.schedule.allocation import JobShape, WorkerSchedule, allocate, run_now
+from torsh_distributed.green.schedule.allocation import JobShape, TimeSlot, WorkerSchedule, allocate, run_now
 from torsh_distributed.green.schedule.forecast import slots_ahead
 
 ScheduleAction = Literal["train", "reduce", "hold", "defer"]
 """What to do now: with all workers, with fewer, with none and go on later, or not begin yet."""
 
+_SHOWN_WINDOWS = 3
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -50,6 +53,10 @@ class RunTimes:
     until: float
     num_absurd: int = 0
     """Values of the feed that cannot be true: they are left out."""
+    ahead: Sequence[TimeSlot] = ()
+    """All of the time until the deadline."""
+    renewable_above: float = 0.4
+    """Stretches with a larger renewable share are told too, whatever the plan is."""
 
     @property
     def saved_grams(self) -> float:
@@ -61,6 +68,7 @@ class RunTimes:
         return {
             "action": self.action,
             "windows": [self._window(start, end, workers) for start, end, workers in self.plan.windows],
+            "renewable_windows": self._renewable_windows(),
             "grams": self.plan.grams,
             "grams_now": self.now.grams,
             "saved_grams": self.saved_grams,
@@ -78,18 +86,17 @@ class RunTimes:
         }
 
     def _window(self, start: float, end: float, workers: int) -> dict[str, Any]:
-        """A stretch of the plan, with the grid's means over it."""
         slots = [one.slot for one in self.plan.slots if start <= one.slot.start < end]
-        hours = sum(slot.hours for slot in slots)
-        shares = [slot.renewable_share for slot in slots if slot.renewable_share is not None]
-        return {
-            "start": _clock(start),
-            "end": _clock(end),
-            "hours": (end - start) / 3600,
-            "workers": workers,
-            "g_per_kwh": sum(slot.g_per_kwh * slot.hours for slot in slots) / hours,
-            "renewable_share": sum(shares) / len(shares) if len(shares) == len(slots) else None,
-        }
+        return {**_stretch(slots, start, end), "workers": workers}
+
+    def _renewable_windows(self) -> list[dict[str, Any]]:
+        """The stretches with much renewable power, the one with the largest share first."""
+        stretches = [list(slots) for is_much, slots in groupby(self.ahead, self._is_renewable) if is_much]
+        found = [_stretch(slots, slots[0].start, slots[-1].end) for slots in stretches]
+        return sorted(found, key=lambda row: -row["renewable_share"])
+
+    def _is_renewable(self, slot: TimeSlot) -> bool:
+        return slot.renewable_share is not None and slot.renewable_share > self.renewable_above
 
     def in_words(self) -> str:
         """For people."""
@@ -105,6 +112,10 @@ class RunTimes:
             + ("" if row["renewable_share"] is None else f", {row['renewable_share']:.0%} renewable")
             for row in told["windows"]
         ]
+        lines += [
+            f"{row['renewable_share']:.0%} renewable from {row['start']} to {row['end']}, {row['g_per_kwh']:.0f} g/kWh"
+            for row in told["renewable_windows"][:_SHOWN_WINDOWS]
+        ]
         lines.append(
             f"{self.plan.grams / 1e3:.3g} kg CO2, done at {told['done_at']}; run now: {self.now.grams / 1e3:.3g} kg; "
             f"saves {told['saved_share']:.0%}"
@@ -118,7 +129,7 @@ class RunTimes:
         return "\n".join(lines)
 
 
-def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> RunTimes:
+def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float, renewable_above: float = 0.4) -> RunTimes:
     """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is, CommunicationError if
     the feed does not answer."""
     try:
@@ -152,7 +163,22 @@ def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float) -> R
         known_until=known_until,
         until=until,
         num_absurd=series.num_absurd,
+        ahead=slots,
+        renewable_above=renewable_above,
     )
+
+
+def _stretch(slots: Sequence[TimeSlot], start: float, end: float) -> dict[str, Any]:
+    """A stretch of time as a row, with the grid's means over it."""
+    hours = sum(slot.hours for slot in slots)
+    shares = [slot.renewable_share * slot.hours for slot in slots if slot.renewable_share is not None]
+    return {
+        "start": _clock(start),
+        "end": _clock(end),
+        "hours": (end - start) / 3600,
+        "g_per_kwh": sum(slot.g_per_kwh * slot.hours for slot in slots) / hours,
+        "renewable_share": sum(shares) / hours if len(shares) == len(slots) else None,
+    }
 
 
 def _workers(number: int) -> str:
