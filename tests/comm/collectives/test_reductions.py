@@ -118,3 +118,19 @@ def test_mistakes_are_refused_before_anything_is_sent(world: World, case: str, k
     for answer in world.run(refused, case):
         assert answer.startswith(kind.__name__)
         assert message in answer
+
+
+def sum_float8(expects_refusal: bool) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mine = torch.full((300,), float(dist.get_rank() + 1)).to(dtype)
+        if expects_refusal:
+            with pytest.raises(InvalidArgument, match=r"gloo has no all_reduce(.|\n)*shm or torsh"):
+                all_reduce(mine)
+        else:
+            assert all_reduce(mine).float().unique().tolist() == [6.0]
+    assert all_reduce(torch.ones(2)).tolist() == [3.0, 3.0], "nothing was sent, so the group goes on"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "torsh"])
+def test_float8_is_summed_or_refused_by_name(world: World, backend: str) -> None:
+    world.run(sum_float8, backend == "gloo", num_ranks=3, backend=backend)

@@ -16,7 +16,7 @@ from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
 from torsh_distributed.comm.meeting.monitored_barrier import missing_ranks
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
-from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError, first_line
+from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError, first_line
 
 R = TypeVar("R")
 
@@ -140,6 +140,12 @@ def explain(
         "sequence": record.sequence,
         "call_site": record.call_site,
     }
+    if "Invalid scalar type" in str(error):  # gloo's words, before anything is sent
+        return InvalidArgument(
+            f"gloo has no {record.op} for tensors of this dtype",
+            hint="set distributed.backend to shm or torsh, which sum and copy float8 too, or send it as another dtype",
+            **facts,
+        )
     if time.monotonic() - started < limit_s * 0.98:
         return CommunicationError(
             f"{record.op} failed: {first_line(error)}",
