@@ -124,19 +124,31 @@ def test_a_plan_that_the_script_does_not_read_is_told_by_rank_0(world: World) ->
     assert second == []
 
 
-def test_the_launcher_says_auto_and_a_script_trains(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "2", "--plan", "auto", "train.py"]
+def run_with_auto(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    line = ["-m", "torsh_distributed.run", "--nproc-per-node", "2", "--plan", "auto", "train.py"]
     done = subprocess.run(
-        line,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORSH_STATE_DIR": str(tmp_path / "state")},
+        [sys.executable, *line],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORSH_STATE_DIR": str(folder / "state")},
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_launcher_says_if_nobody_asked_for_the_automatic_plan(tmp_path: Path) -> None:
+    done = run_with_auto("print('trained')", tmp_path)
+    assert done.stdout.count("trained") == 2
+    assert "--plan auto chose nothing, because no rank called td.parallelize" in done.stderr
+
+
+def test_the_launcher_says_auto_and_a_script_trains(tmp_path: Path) -> None:
+    done = run_with_auto(SCRIPT, tmp_path)
+    assert "chose nothing" not in done.stderr
     assert done.stdout.count("trained by") == 2
     (kept,) = tmp_path.glob("runs/*/plan.toml")
     Plan.load(kept).validate(2)

@@ -43,6 +43,7 @@ ELASTIC_RESTARTS = 3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_KEPT_PLAN = "TORSH_AUTO_PLAN"
 _WORKER_VARIABLES = "torsh_distributed.run.worker_variables"
 """Where the translation of another launcher's line leaves variables for the workers."""
 
@@ -177,7 +178,7 @@ def _plan_variables(plan: Path | None, output: OutputOptions, run_id: str) -> di
     kept = (output.trace or output.log_dir or Path("runs") / run_id) / "plan.toml"
     if not output.dry_run:
         kept.unlink(missing_ok=True)
-    return {"TORSH_PLAN": AUTO, "TORSH_AUTO_PLAN": str(kept.resolve())}
+    return {"TORSH_PLAN": AUTO, _KEPT_PLAN: str(kept.resolve())}
 
 
 def _first_gpu() -> dict[str, str]:
@@ -199,7 +200,15 @@ def _launch(job: JobSpec) -> int:
     # Imported here: `torsh run --help` and a wrong option need no launcher.
     from torsh_distributed.launch.job import launch_job
 
-    return launch_job(job)
+    exit_code = launch_job(job)
+    kept = job.env.get(_KEPT_PLAN)
+    if exit_code == 0 and kept is not None and job.node_rank == 0 and not Path(kept).exists():
+        typer.echo(
+            f"torsh run: --plan auto chose nothing, because no rank called td.parallelize: if {job.entry.target} does"
+            " not bring up a group by itself, each of its ranks trained alone",
+            err=True,
+        )
+    return exit_code
 
 
 def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
