@@ -73,14 +73,18 @@ MODELS: dict[str, Build] = {
 
 
 def _batch(model: nn.Module, plan: Plan) -> Any:
-    """One rank's samples of a step, with labels where the model computes its loss from them."""
-    share = plan.resolve(dist.get_world_size()).mesh.data_degree
+    """One rank's samples of a step."""
+    return _made_batch(model, BATCH // plan.resolve(dist.get_world_size()).mesh.data_degree)
+
+
+def _made_batch(model: nn.Module, num_samples: int) -> Any:
+    """Samples, with labels where the model computes its loss from them."""
     shape = batch_shape(model)
-    made = shape.make(BATCH // share)
+    made = shape.make(num_samples)
     if shape.has_labels:
         return made
     if "pixel_values" in made:
-        return {**made, "labels": torch.zeros(BATCH // share, dtype=torch.int64)}
+        return {**made, "labels": torch.zeros(num_samples, dtype=torch.int64)}
     (ids,) = made.values()
     return ids, ids
 
@@ -106,6 +110,33 @@ def measured_peak(build: Build, plan: Plan) -> int:
             live.peak = live.now
             engine.step(batch)
         return live.peak
+
+
+def tracked_peak(build: Build) -> int | None:
+    """What torch's own tracker counts in the second step of a plain loop in one process, on tensors without data.
+
+    It follows one pass in a step and no recomputing. None for a model that cannot be made without data.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    with FakeTensorMode():
+        try:
+            model = build()
+        except DataDependentOutputException:
+            return None
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = _made_batch(model, BATCH)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                loss = model(**batch).loss if isinstance(batch, dict) else _loss(model(batch[0]), batch[1])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return max(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
 
 
 def measured_step_s(build: Build, plan: Plan, num_threads: int, num_steps: int) -> float:

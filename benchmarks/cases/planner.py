@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness import OURS, Budget, Case, Measurement, Note, Row, Unit
-from benchmarks.planned_models import BATCH, MODELS, Build, measured_peak, measured_step_s
+from benchmarks.planned_models import BATCH, MODELS, Build, measured_peak, measured_step_s, tracked_peak
 from tests.bed.world import ROOT, World, WorldError
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.plan import Plan
@@ -37,9 +37,10 @@ PARTS = ("memory", "time", "search")
 _LIMIT_S = 240.0
 _APART = 1.03
 """Plans that differ by less are not in an order."""
+_PLAIN = "one rank"
 _PLANS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        "one rank": {},
+        _PLAIN: {},
         "two passes": {"training": {"gradient_accumulation": 2}},
         "recomputed": {"activation": {"strategy": "uniform", "every_n_layers": 1}},
     },
@@ -93,6 +94,9 @@ def _memory(budget: Budget, world: World) -> Iterator[Row | Note]:
             yield Note(text=f"memory: {name}, {text}: not measured: {str(error).strip().splitlines()[-1][:200]}")
             continue
         said = {OURS: table.peak_bytes, **_others(model, plan, num_ranks)}
+        tracked = tracked_peak(build) if text == _PLAIN else None
+        if tracked is not None:
+            said["torch's tracker"] = tracked
         ratios.append(table.peak_bytes / measured)
         yield _row_of(f"memory: {name}, {text}, {num_ranks} ranks", said, measured)
     if ratios:
@@ -245,8 +249,9 @@ CASE = Case(
     title="Planning: what is said and what is measured",
     about="""Small models of transformers and one of ours, AdamW, batches of 8, CPU ranks. Memory: the estimated peak
     of a rank against storages counted in the third step; accelerate is its estimate-memory, DeepSpeed its estimator of
-    model states. Time: the predicted step against the median of real ones, from rates measured in the same run. A
-    number is how far off it is. Search: processor time from a model without weights to the ranking of its plans.""",
+    model states, torch's tracker counts a plain loop on tensors without data. Time: the predicted step against the
+    median of real ones, from rates measured in the same run. A number is how far off it is. Search: processor time from
+    a model without weights to the ranking of its plans.""",
     rows=_rows,
     parts=PARTS,
 )
