@@ -136,6 +136,7 @@ def test_a_note_that_comes_with_the_end_is_in_the_log(tmp_path: Path) -> None:
     release.start()
     pump.close(timeout_s=0.1)
     release.join()
+    pump._thread.join(10)  # close waits for it no longer than it may
     terminal.close()
     for fd in (null, worker_err):
         os.close(fd)
