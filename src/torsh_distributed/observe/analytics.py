@@ -13,6 +13,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
@@ -139,13 +140,15 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     if reach <= 0:
         return None
 
+    logs, losses = [math.log(step) for step, _ in points], [loss for _, loss in points]
+
     def best_of(depths: Sequence[float]) -> tuple[float, float, PowerLaw] | None:
         """By the logarithm of how far the floor is below the lowest loss, relative to how far the loss fell."""
         found = []
         for depth in depths:
-            law = _with_floor(points, lowest - reach * 10**depth)
+            law = _with_floor(logs, losses, lowest - reach * 10**depth)
             if law is not None:
-                found.append((sum((law.at(step) - loss) ** 2 for step, loss in points), depth, law))
+                found.append((_squares(law, logs, losses), depth, law))
         return min(found, key=lambda one: one[0], default=None)
 
     wide = (_DEPTHS[1] - _DEPTHS[0]) / (_NUM_FLOORS - 1)
@@ -156,17 +159,28 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     return fine[2] if fine is not None else coarse[2]
 
 
-def _with_floor(points: Sequence[tuple[float, float]], floor: float) -> PowerLaw | None:
+def _with_floor(logs: Sequence[float], losses: Sequence[float], floor: float) -> PowerLaw | None:
+    """By sums over whole lists, and none over pairs: a forecast takes five thousand of these."""
+    above = [loss - floor for loss in losses]
+    if min(above) <= 0:
+        logs, above = [x for x, one in zip(logs, above, strict=True) if one > 0], [one for one in above if one > 0]
     # A loss close to the floor scatters more in the logarithm, and counts the less for it.
-    logs = [(math.log(step), math.log(loss - floor), (loss - floor) ** 2) for step, loss in points if loss > floor]
-    total = sum(weight for _, _, weight in logs)
-    mean_x = sum(weight * x for x, _, weight in logs) / total
-    mean_y = sum(weight * y for _, y, weight in logs) / total
-    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in logs)
-    power = -sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in logs) / spread if spread > 0 else 0.0
+    weights, heights = list(map(mul, above, above)), list(map(math.log, above))
+    total = sum(weights)
+    mean_x, mean_y = sum(map(mul, weights, logs)) / total, sum(map(mul, weights, heights)) / total
+    across = [x - mean_x for x in logs]
+    weighted = list(map(mul, weights, across))
+    spread = sum(map(mul, weighted, across))
+    power = -sum(map(mul, weighted, [y - mean_y for y in heights])) / spread if spread > 0 else 0.0
     if power <= 0:
         return None
     return PowerLaw(floor=floor, scale=math.exp(mean_y + power * mean_x), power=power)
+
+
+def _squares(law: PowerLaw, logs: Sequence[float], losses: Sequence[float]) -> float:
+    floor, scale, power = law.floor, law.scale, -law.power
+    rests = [floor + scale * math.exp(power * x) - loss for x, loss in zip(logs, losses, strict=True)]
+    return sum(rest * rest for rest in rests)
 
 
 def _courses(points: Sequence[tuple[float, float]], law: PowerLaw) -> list[PowerLaw]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.bed.heavy_imports import LIGHTNING
 from tests.bed.world import World
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.migrate import horovod as hvd
@@ -117,7 +118,7 @@ def with_lightning() -> dict[str, Tensor]:
 @pytest.mark.needs_library("lightning")
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_leaves_the_ranks_to_horovod(world: World) -> None:
-    for weights in world.run(with_lightning, num_ranks=2, backend=None):
+    for weights in world.run(with_lightning, num_ranks=2, backend=None, imports=LIGHTNING):
         torch.testing.assert_close(weights, _alone())
 
 

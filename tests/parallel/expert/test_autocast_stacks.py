@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.models.zoo import SPECIMENS
 from torsh_distributed.parallel.expert.autocast_stacks import cast_expert_stacks
@@ -141,6 +142,6 @@ def losses_of(plan: dict[str, Any], device: str) -> list[float]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"dp": 1, "shard": 2}, {"dp": 1, "ep": 2}], ids=["shard", "ep"])
 def test_ranks_that_share_experts_train_as_one_process(world: World, mesh: dict[str, int]) -> None:
-    [alone] = world.run(losses_of, {}, "cpu", num_ranks=1)
-    for found in world.run(losses_of, mesh, "cpu", num_ranks=2):
+    [alone] = world.run(losses_of, {}, "cpu", num_ranks=1, imports=TRANSFORMERS)
+    for found in world.run(losses_of, mesh, "cpu", num_ranks=2, imports=TRANSFORMERS):
         assert found == pytest.approx(alone, rel=2e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,11 @@ def test_a_config_of_transformers_is_a_model_without_weights(tmp_path: Path) -> 
 
 @pytest.mark.needs_library("transformers")
 def test_a_kind_that_does_not_exist_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    """Without a network at once: the hub's client would ask again five times."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the hub is asked again"))
     with pytest.raises(ConfigurationError, match=r"lama names no model(.|\n)*did you mean llama"):
         find_model("lama")
 

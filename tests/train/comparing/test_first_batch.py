@@ -82,7 +82,7 @@ def losses_without_first_labels(is_split: bool) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = Plan(mesh=MeshConfig(dp=2, tp=2) if is_split else MeshConfig())
+    plan = Plan(mesh=MeshConfig(dp=2, tp=2) if is_split else MeshConfig(), training={"steps": 3})
     engine = parallelize(model, optimizer, plan, loss_fn=masked_by_hand)
     tokens = torch.randint(9, (8, 4), generator=torch.Generator().manual_seed(1))
     labels = (tokens + 1) % 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -172,7 +175,7 @@ def _from_transformers(where: str) -> nn.Module:
         config: Any = CONFIG_MAPPING[where]()
     else:
         try:
-            config = transformers.AutoConfig.from_pretrained(where)
+            config = transformers.AutoConfig.from_pretrained(where, local_files_only=not _is_hub_there())
         except (OSError, ValueError) as error:
             near = did_you_mean(where, [*CONFIG_MAPPING])
             raise ConfigurationError(
@@ -183,6 +186,20 @@ def _from_transformers(where: str) -> nn.Module:
         except Exception as error:  # a config may be wrong in any way
             raise _refused(where, error) from error
     return _built(transformers, config, where)
+
+
+def _is_hub_there() -> bool:
+    """Whether the hub's name resolves: without a network its client would try again and again for half a minute."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if not getproxies().keys().isdisjoint({address.scheme, "all"}):  # a proxy resolves it itself
+        return True
+    try:
+        socket.getaddrinfo(address.hostname, address.port or address.scheme)
+    except OSError:
+        return False
+    return True
 
 
 def _built(transformers: Any, config: Any, where: str) -> nn.Module:
