@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torsh_distributed.parallel.state.whole_state import (
     optimizer_state,
 )
 from torsh_distributed.plan import Plan
+from torsh_distributed.train import parallelize
 from torsh_distributed.train.binding import prepare_optimizer, refuse_step_hooks
 
 
@@ -127,3 +130,38 @@ def test_a_step_hook_that_would_see_pieces_is_refused(sections: dict[str, dict[s
         refuse_step_hooks(optimizer, Plan(**sections))  # type: ignore[arg-type]  # as above
     for accepted in (Plan(), Plan(mesh={"shard": 2})):
         refuse_step_hooks(optimizer, accepted)
+
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
+}
+SHARDS = {"full": "full_shard", "zero1": "shard_optimizer"}
+
+
+def losses_of(name: str, strategy: str | None) -> list[float]:
+    """Of one process without our code if there is no strategy."""
+    model, generator = make(), torch.Generator().manual_seed(2)
+    batches = [(torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(3)]
+    loss_fn = nn.functional.mse_loss
+    if strategy is not None:
+        plan = Plan.model_validate({"mesh": {"shard": 2}, "fsdp": {"strategy": strategy}, "training": {"steps": 3}})
+        engine = parallelize(model, FUSED[name], plan, loss_fn=loss_fn)
+        return [engine.step(batch) for batch in engine.batches(batches)]
+    optimizer, losses = FUSED[name](model.parameters()), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("name", FUSED)
+def test_an_optimizer_whose_fused_kernel_knows_no_shards_trains_without_it(
+    world: World, name: str, strategy: str
+) -> None:
+    for losses in world.run(losses_of, name, strategy):
+        assert losses == pytest.approx(losses_of(name, None), rel=1e-5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRScheduler, ReduceLROnPlateau
 
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import TrainingConfig
 from torsh_distributed.train.learning_rate import LearningRate, scale_learning_rate, warmup_factor
 
@@ -96,3 +99,17 @@ def test_a_rate_held_in_a_tensor_is_changed_in_place() -> None:
         assert used == pytest.approx(0.15)
         assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("scheduler_fn", "message"),
+    [
+        (ReduceLROnPlateau, r"(?s)stepped with a number.*ReduceLROnPlateau\(engine"),
+        (CosineAnnealingLR(two_groups(), T_max=3), "must be a function from the optimizer"),
+        (lambda optimizer: None, "must return a scheduler"),
+    ],
+    ids=["plateau", "an object", "nothing"],
+)
+def test_a_scheduler_that_cannot_be_stepped_is_refused_before_the_first_update(scheduler_fn: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        LearningRate(two_groups(), TrainingConfig(), data_degree=1, scheduler_fn=scheduler_fn)

@@ -37,7 +37,13 @@ from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
-from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer, refuse_step_hooks
+from torsh_distributed.train.binding import (
+    OptimizerFn,
+    describe_optimizer,
+    drop_unknown_kernels,
+    prepare_optimizer,
+    refuse_step_hooks,
+)
 from torsh_distributed.train.comparing.forward_changes import ForwardChanges
 from torsh_distributed.train.efficiency.predicted_step import emit_prediction
 from torsh_distributed.train.engine import Engine
@@ -182,6 +188,7 @@ def _prepare_for_speed(model: nn.Module, plan: Plan) -> DeferredHead | None:
 def _placed(optimizer: Optimizer, strategy: Strategy, plan: Plan) -> Optimizer:
     """The optimizer with its state where the plan wants it: on the device, off it, or on servers."""
     refuse_step_hooks(optimizer, plan)
+    drop_unknown_kernels(optimizer, plan)
     # Imported here, not above: offloading and servers are for few plans.
     if plan.offload.enabled:
         from torsh_distributed.parallel.offload.state_offload import offloaded_optimizer

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.state.whole_state import carried, named_params
 from torsh_distributed.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 OptimizerFn = Callable[[Any], Optimizer]
 """Takes the model's parameters, as `torch.optim.AdamW` does; `functools.partial` fills in the rest."""
@@ -68,6 +73,19 @@ def refuse_step_hooks(optimizer: Optimizer, plan: Plan) -> None:
             " gradients by param.register_hook(…) or training.gradient_clipping; mesh.dp and mesh.shard take hooks",
             hooks=[_name(hook) for hook in hooks],
         )
+
+
+def drop_unknown_kernels(optimizer: Optimizer, plan: Plan) -> None:
+    """Have SGD and Adagrad update shards without `fused`: of fused kernels torch knows only Adam's for DTensors."""
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    if not groups or plan.mesh.shard == 1 or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        return
+    for group in groups:
+        group["fused"] = False
+    # It says that the kernel unscales by itself, which GradScaler would leave to it.
+    optimizer._step_supports_amp_scaling = False
+    if process_group.rank() == 0:
+        _log.warning("torch has no fused %s for shards: they are updated without fused", type(optimizer).__name__)
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:

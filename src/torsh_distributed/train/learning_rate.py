@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import TrainingConfig
 from torsh_distributed.train.binding import plain_value
 
@@ -63,7 +65,7 @@ class LearningRate:
         self._scheduler: LRScheduler | None = None
         self.rescale(data_degree)
         if scheduler_fn is not None:
-            self._scheduler = scheduler_fn(optimizer)
+            self._scheduler = _made(scheduler_fn, optimizer)
 
     @property
     def current(self) -> float:
@@ -131,6 +133,32 @@ class LearningRate:
                 group["lr"].fill_(rate)  # captured graphs read this tensor
             else:
                 group["lr"] = rate
+
+
+def _made(scheduler_fn: SchedulerFn, optimizer: Optimizer) -> LRScheduler:
+    """The user's scheduler; one that `advance` could not step would raise after the first update."""
+    if not callable(scheduler_fn):
+        raise InvalidArgument(
+            "scheduler_fn must be a function from the optimizer to a scheduler",
+            hint="for example lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
+            got=type(scheduler_fn).__name__,
+        )
+    made = scheduler_fn(optimizer)
+    if not callable(getattr(made, "step", None)):
+        raise InvalidArgument(
+            "scheduler_fn must return a scheduler, which has a method step()",
+            hint="for example lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
+            got=type(made).__name__,
+        )
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError:
+        raise InvalidArgument(
+            f"{type(made).__name__} is stepped with a number, and the Engine has none for it after an update",
+            hint=f"leave scheduler_fn out, make {type(made).__name__}(engine.optimizer) and call its step(…) yourself,"
+            " such as with engine.evaluate(loader), which is the same on every rank",
+        ) from None
+    return made
 
 
 def _value(rate: float | Tensor) -> float:

@@ -89,6 +89,24 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def largest(number: int, logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean of the samples with the largest losses."""
+    each = functional.cross_entropy(logits.mean(dim=1), labels[:, 0].clamp(min=0), reduction="none")
+    return each.topk(number).values.mean()
+
+
+def with_deviation(number: int, logits: Tensor, labels: Tensor) -> Tensor:
+    """A penalty for outputs that are alike, which is NaN where one sample is left after the first `number`."""
+    return functional.mse_loss(logits[:, 0, 0], labels[:, 0].float()) - 0.1 * logits[number:, 0].std(dim=0).mean()
+
+
+NO_HALVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "largest": partial(largest, ROWS // 2 - 1),
+    "deviation": partial(with_deviation, ROWS // 4 - 1),
+}
+"""Losses that couple samples and have no value for half of the rows of a rank."""
+
+
 def plain(loss_fn: Callable[[Tensor, Tensor], Any], batches: list[tuple[Tensor, Tensor]]) -> list[float]:
     """One process and torch alone."""
     model = make_model()
@@ -108,7 +126,7 @@ def train(name: str, plan: dict[str, Any], by_loader: bool = True) -> list[float
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     training = {"steps": STEPS, "batch_size": ROWS, **plan.pop("training", {})}
-    engine = parallelize(model, optimizer, Plan(training=training, **plan), loss_fn=LOSSES[name])
+    engine = parallelize(model, optimizer, Plan(training=training, **plan), loss_fn=(LOSSES | NO_HALVES)[name])
     batches = make_batches()
     if by_loader:
         return [engine.step(batch) for batch in engine.batches(batches)]
@@ -171,9 +189,10 @@ def test_pipelines_have_the_losses_of_one_process(world: World, name: str) -> No
         assert losses == pytest.approx(plain(LOSSES[name], make_batches()), rel=1e-5)
 
 
-def test_a_loss_that_compares_samples_is_refused(world: World) -> None:
+@pytest.mark.parametrize("name", ["contrastive", *NO_HALVES])
+def test_a_loss_that_compares_samples_is_refused(world: World, name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)not made of the losses of its samples.*gather_for_loss"):
-        world.run(train, "contrastive", {})
+        world.run(train, name, {})
 
 
 def test_a_batch_in_which_nothing_counts_is_not_a_number(world: World) -> None:

@@ -27,7 +27,7 @@ from torsh_distributed.parallel.models.label_share import LabelRule, PartCounts
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.parallel.torch_internals import tree_map_only
-from torsh_distributed.train.batches import Batch, count_samples, has_rows, take_rows
+from torsh_distributed.train.batches import Batch, count_samples, has_rows, pick_rows, take_rows
 from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
 from torsh_distributed.train.losses.loss_kind import (
     LossKind,
@@ -82,16 +82,13 @@ class LossProbe:
     def _find_kind(self, batch: Batch) -> LossKind:
         shared = PartCounts(take=self.loss.take_part)
         self.strategy.count_labels(LabelRule(is_uniform=True), shared)  # nothing is weighed by what is to be found
-        problem, seen = "", None
         is_cut = all(self._everyones(has_rows(batch)))
-        try:
-            part = telling_rows(batch, self.num_rows) if is_cut else batch
-            value, terms, returns_count = self._watched(part)
-            found, seen = LossFinding.of(self.strategy, part, value, terms, returns_count=returns_count), self.loss.seen
-        except Exception as error:
-            problem = _first_line(error)
-        problems = [one for one in self._everyones(problem) if one]
-        if problems:
+        part = telling_rows(batch, self.num_rows) if is_cut else batch
+        looked, problems = self._look_at(part)
+        if problems and is_cut and any(self._everyones(count_samples(batch) > count_samples(part))):
+            part = batch  # it may need more rows, such as one that takes the largest of so many losses
+            looked, problems = self._look_at(part)
+        if looked is None or problems:
             # Nothing is known to be wrong: the step itself raises what is.
             _log.warning(
                 "the loss could not be computed in evaluation mode (%s), so it is taken for a mean over samples; if it"
@@ -99,13 +96,25 @@ class LossProbe:
                 problems[0],
             )
             return MeanOfSamples()
-        found = self._agreed(found)
+        value, mine, seen = looked
+        found = self._agreed(mine)
         kind = found.kind
         self._require_weighable(kind)
         if not is_cut:
             _log.warning("the tensors of a batch have different numbers of rows: its loss is taken for %s", kind)
             return kind
         return self._for_uneven(part, found, self._fitting(part, value, found), seen)
+
+    def _look_at(self, part: Batch) -> tuple[tuple[Tensor, LossFinding, tuple[Any, Any] | None] | None, list[str]]:
+        """The loss of `part`, what it is, and what a loss_fn was called with; why ranks could not compute it."""
+        looked, problem = None, ""
+        try:
+            value, terms, returns_count = self._watched(part)
+            found = LossFinding.of(self.strategy, part, value, terms, returns_count=returns_count)
+            looked = value, found, self.loss.seen
+        except Exception as error:
+            problem = _first_line(error)
+        return looked, [one for one in self._everyones(problem) if one]
 
     def _require_weighable(self, kind: LossKind) -> None:
         if not isinstance(kind, MeanOfComputed) or self.strategy.weighs_by_loss(has_several=kind.has_several):
@@ -239,6 +248,9 @@ class LossProbe:
         if not found.has_seen and labels_path(batch) is not None:
             kinds.append(counted_labels(strategy, batch))
         whole, combined = float(value), [self._of_halves(batch, one) for one in kinds]
+        if not all(self._everyones(any(math.isfinite(one) for one in combined))):
+            batch = _with_halves_as_long(batch)
+            whole, combined = self._of_rows(batch, kind)[0], [self._of_halves(batch, one) for one in kinds]
         distances = [max(self._everyones(_distance(whole, other))) for other in combined]
         best = distances.index(min(distances))
         if distances[best] <= (1e-4 if self.precision.is_full else 3e-2) or has_experts:
@@ -247,8 +259,8 @@ class LossProbe:
             other = self._of_halves(batch, weighing)
             if max(self._everyones(_distance(whole, other) if math.isfinite(other) else math.inf)) <= 1e-5:
                 return weighing
-        again, _, _ = self._watched(batch)
-        if max(self._everyones(_distance(whole, float(again)))) > 1e-6:
+        again = self._of_rows(batch, kind)[0]
+        if max(self._everyones(_distance(whole, again))) > 1e-6:
             return kind  # it draws random numbers
         together = combined[0]
         raise ConfigurationError(
@@ -279,32 +291,45 @@ class LossProbe:
         rows = count_samples(batch)
         halves = [(0, rows // 2), (rows // 2, rows)]
         total, count = 0.0, 0.0
-        self.loss.watches = True
-        try:
-            for start, stop in halves:
-                part = take_rows(batch, start, stop)
-                try:
-                    with self._looking():
-                        value = float(self.compute(kind.guarded(part)))
-                except Exception as error:  # the user's code, on half a batch
-                    _log.warning("the loss of half a batch could not be computed: %s", _first_line(error))
-                    return math.nan
-                if isinstance(kind, MeanOfComputed):
-                    weight = float(self.loss.take_count().count)
-                else:
-                    weight = float(kind.count(part))
-                total += value * weight if weight else 0.0
-                count += weight
-        finally:
-            self.loss.watches = False
+        for start, stop in halves:
+            value, weight = self._of_rows(take_rows(batch, start, stop), kind)
+            if math.isnan(weight):
+                return math.nan
+            total += value * weight if weight else 0.0
+            count += weight
         if not count:
             return math.nan
         return total if isinstance(kind, SumOfSamples) else total / count
+
+    def _of_rows(self, part: Batch, kind: LossKind) -> tuple[float, float]:
+        """The loss of `part` and what that counts; NaN if it cannot be computed."""
+        self.loss.watches = True
+        try:
+            with self._looking():
+                value = float(self.compute(kind.guarded(part)))
+            if isinstance(kind, MeanOfComputed):
+                return value, float(self.loss.take_count().count)
+            return value, float(kind.count(part))
+        except Exception as error:  # the user's code, on half a batch
+            _log.warning("the loss of half a batch could not be computed: %s", _first_line(error))
+            return math.nan, math.nan
+        finally:
+            self.loss.watches = False
 
     def _everyones(self, value: T) -> list[T]:
         if not self.asks_others or not torch.distributed.is_initialized():
             return [value]
         return all_gather_object(value)
+
+
+def _with_halves_as_long(batch: Batch) -> Batch:
+    """Twice the rows of `batch`, of which each half has those of one half of it, twice.
+
+    For losses that have no value for half of so many rows: the largest of eight, a deviation over the rows.
+    """
+    rows = count_samples(batch)
+    first, second = list(range(rows - rows // 2)), list(range(rows // 2, rows))
+    return pick_rows(batch, [(half * 2)[place] for half in (first, second) for place in range(rows)])
 
 
 def _distance(one: float, other: float) -> float:
