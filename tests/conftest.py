@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.bed.interrupts import heed_interrupts
@@ -36,7 +36,7 @@ heed_interrupts()
 pytest_plugins = ["tests.bed.needs", "tests.bed.leaks", "tests.bed.gates"]
 
 # The same examples in every run, however long one takes: what fails, fails for all, and a busy machine fails nothing.
-settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("suite"), max_examples=25)
 settings.load_profile("suite")
 # Hypothesis draws from the constants of all modules that are imported at the moment. Examples would depend on which
