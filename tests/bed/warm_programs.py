@@ -43,13 +43,14 @@ _FAULTS = ("TORSH_FAULTS", "TORSH_FAULT_LOG")
 _NOT_COMPARED = frozenset(
     {
         "PYTHONPATH",
+        "LD_LIBRARY_PATH",
         "TORCHINDUCTOR_CACHE_DIR",
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
     }
 )
-"""The first is heeded; imports set the others in the test process."""
+"""The first two are heeded; imports set the others in the test process."""
 
 
 class Nursery:
