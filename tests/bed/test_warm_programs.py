@@ -90,7 +90,7 @@ def test_libraries_in_a_folder_of_the_jobs_own_need_no_interpreter(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORSH_FAULTS", "PYTHONHASHSEED"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED"])
 def test_variables_that_are_read_while_libraries_load_start_an_interpreter(name: str) -> None:
     with subprocess.Popen(
         torsh("--help"), env={**os.environ, name: "3"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
