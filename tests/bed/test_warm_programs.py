@@ -79,7 +79,18 @@ def test_it_is_a_child_of_the_nursery_and_takes_signals_and_its_own_modules(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORSH_FAULTS", "PYTHONHASHSEED"])
+def test_libraries_in_a_folder_of_the_jobs_own_need_no_interpreter(tmp_path: Path) -> None:
+    """`take_environment` loads them; jobs with a stand-in for a driver have such a folder."""
+    with subprocess.Popen(
+        torsh("--help"), env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, stdout=subprocess.PIPE
+    ) as process:
+        parent = int(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[1].split()[1])
+        process.communicate(timeout=60)
+    assert parent != os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED"])
 def test_variables_that_are_read_while_libraries_load_start_an_interpreter(name: str) -> None:
     with subprocess.Popen(
         torsh("--help"), env={**os.environ, name: "3"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

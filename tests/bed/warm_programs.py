@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.clusters.hosted.forked_rank import _READ_WHEN_LOADED
+from torsh_distributed.elastic.faults.startup import install_faults
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "src" / "torsh_distributed" / "launch" / "worker" / "startup" / "sitecustomize.py"
@@ -39,17 +40,18 @@ COMMANDS = ("torsh_distributed.run", "torsh_distributed.cli.entry_point")
 _MAX_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _FAULTS = ("TORSH_FAULTS", "TORSH_FAULT_LOG")
-"""Faults are put in place while torch is imported."""
+"""Where one is set, faults are put in place once torch is imported: in a spare that is forked, at once."""
 _NOT_COMPARED = frozenset(
     {
         "PYTHONPATH",
+        "LD_LIBRARY_PATH",
         "TORCHINDUCTOR_CACHE_DIR",
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
     }
 )
-"""The first is heeded; imports set the others in the test process."""
+"""The first two are heeded; imports set the others in the test process."""
 
 
 class Nursery:
@@ -158,7 +160,7 @@ _AT_START = _read_when_loaded(os.environ)
 
 def _can_be_forked(env: Mapping[str, str]) -> bool:
     """Whether the program would find with these variables what the nursery has found when it was loaded."""
-    return _read_when_loaded(env) == _AT_START and not any(env.get(name) for name in _FAULTS)
+    return _read_when_loaded(env) in (_AT_START, {**_AT_START, "OMP_NUM_THREADS": "1"})  # the nursery's own
 
 
 def main() -> None:
@@ -262,7 +264,7 @@ def _give_spare(way: socket.socket) -> None:
 
     def start_spare(env: Any, *, listener: socket.socket | None = None) -> tuple[Any, socket.socket]:
         spare.start_spare = start
-        if listener is not None or any(env.get(name) for name in _FAULTS):
+        if listener is not None:
             return start(env, listener=listener)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with way, theirs:
@@ -307,6 +309,8 @@ def _be_spare(way: socket.socket) -> bool:
     assert place is not None, "a Python file has a place"
     assert place.loader is not None, "a Python file has a loader"
     place.loader.exec_module(importlib.util.module_from_spec(place))
+    if any(env.get(name) for name in _FAULTS):
+        install_faults()
     way.send(json.dumps(own).encode())
     way.close()
     sys.argv = [spare.__file__, str(fds[0])]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.warm_programs import Started
 from tests.launch.jobs import still_running
 
 pytestmark = pytest.mark.ranks
@@ -82,7 +83,7 @@ def test_ctrl_c_before_the_package_is_imported_is_quiet(tmp_path: Path) -> None:
 def test_ctrl_c_while_a_job_starts_is_quiet(moment: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    job = subprocess.Popen(
+    job = Started(  # the start itself is looked at
         [
             sys.executable,
             "-m",

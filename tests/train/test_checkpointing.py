@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
-from tests.launch.jobs import launch, write_script
+from tests.launch.jobs import write_script
 from tests.parallel.composed.test_combinations import CLIP, INTERLEAVED, STEPS, engine_of, plan_of, run
 from tests.parallel.composed.test_experts import engine_of as expert_engine
 from tests.parallel.composed.test_experts import plan_of as expert_plan
@@ -275,11 +277,11 @@ with td.distributed(plan, backend="torsh"):
 """
 
 
-def test_the_verdict_on_a_resumed_job_names_what_it_went_on_from(world: World, tmp_path: Path) -> None:
-    script = write_script(tmp_path, RESUMING)
-    (outcome,) = launch(world, script, nproc_per_node=1)
-    assert outcome.value == 0, outcome.output
-    (outcome,) = launch(world, script, nproc_per_node=1)
-    assert outcome.value == 1
-    assert "AssertionError: on purpose" in outcome.output
-    assert "last step: 5; last checkpoint: step 3" in outcome.output
+@pytest.mark.ranks
+def test_the_verdict_on_a_resumed_job_names_what_it_went_on_from(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "1", write_script(tmp_path, RESUMING)]
+    first, resumed = (subprocess.run(command, capture_output=True, text=True, timeout=110) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert resumed.returncode == 1
+    assert "AssertionError: on purpose" in resumed.stderr
+    assert "last step: 5; last checkpoint: step 3" in resumed.stderr
