@@ -273,6 +273,7 @@ def _computes_positions(module: nn.Module) -> bool:
 
 
 def tied_params(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
