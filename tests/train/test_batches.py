@@ -238,6 +238,23 @@ def test_lists_with_an_entry_for_each_sample_are_cut_by_entries() -> None:
     assert (first.shape, second.shape) == ((1, 5), (1, 5))
 
 
+def test_named_inputs_and_named_targets_are_columns_and_no_two_samples() -> None:
+    batch = ({"words": torch.zeros(8, 3), "mask": torch.ones(8, 3)}, {"labels": torch.arange(8)})
+    assert count_samples(batch) == 8
+    assert take_rows(batch, 2, 4)[1]["labels"].tolist() == [2, 3]
+    shared = (
+        {"words": torch.zeros(8, 3), "mask": torch.ones(8, 3)},
+        {"labels": torch.arange(8), "mask": torch.ones(8)},
+    )
+    assert count_samples(shared) == 8
+
+
+def test_samples_may_lack_what_others_have() -> None:
+    found = [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(3, 4), "masks": torch.zeros(3, 8)}, {}]
+    assert count_samples(found) == 3
+    assert take_rows(found, 2, 3) == [{}]
+
+
 def test_a_number_that_all_samples_share_stays() -> None:
     rows, scale = take_rows((torch.arange(4), torch.tensor(2.0)), 1, 3)
     assert (rows.tolist(), float(scale)) == ([1, 2], 2.0)

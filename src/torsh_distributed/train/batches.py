@@ -136,11 +136,24 @@ def _lists_in(batch: Batch) -> Iterator[Sequence[Any]]:
 
 
 def _is_list(batch: Batch) -> bool:
-    """Whether all entries are of one kind: tensors, mappings or texts."""
+    """Whether all entries are of one kind: tensors, mappings that are alike, or texts."""
     if not isinstance(batch, list | tuple) or not batch or hasattr(batch, "_fields"):
         return False
-    kinds: tuple[Any, ...] = (Tensor, Mapping, str)
-    return any(all(isinstance(one, kind) for one in batch) for kind in kinds)
+    if all(isinstance(one, Mapping) for one in batch):
+        return _are_alike(batch)
+    return any(all(isinstance(one, kind) for one in batch) for kind in (Tensor, str))
+
+
+def _are_alike(mappings: Sequence[Mapping[Any, Any]]) -> bool:
+    """Whether these may be samples; else they are columns, such as named inputs and named targets.
+
+    Samples have the same names, but for some that not all have; of columns every tensor has as many rows.
+    """
+    names = [set(one) for one in mappings if one]
+    if all(one == names[0] for one in names):
+        return True
+    rows = {number for one in mappings for number in _rows_outside_lists(one)}
+    return bool(set.intersection(*names)) and len(rows) > 1
 
 
 def _is_of_samples(batch: Batch, num_samples: int | None) -> bool:

@@ -236,3 +236,15 @@ def test_buffers_that_forward_changes_are_those_of_one_process(world: World) -> 
             assert losses == pytest.approx(expected, abs=1e-5), kind
             for name, value in state.items():
                 torch.testing.assert_close(value, model.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+def what_is_missing() -> str:
+    pipe, _ = make("gpt", "gpipe")
+    with pytest.raises(AttributeError) as caught:
+        _ = pipe.module.head if dist.get_rank() == 0 else pipe.module.token
+    return str(caught.value)
+
+
+def test_a_layer_of_another_rank_is_missing_in_words(world: World) -> None:
+    for rank, name in enumerate(("head", "token")):
+        assert f"no '{name}': under mesh.pp" in world.run(what_is_missing)[rank]

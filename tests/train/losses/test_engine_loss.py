@@ -83,6 +83,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "class weights": partial(transposed, nn.CrossEntropyLoss(weight=WEIGHTS)),
     "sum": partial(transposed, nn.CrossEntropyLoss(reduction="sum")),
     "contrastive": contrast,
+    "own sum": lambda logits, labels: 0.01 * (logits - labels[..., None].clamp(min=0)).square().sum(),
     "other index": lambda logits, labels: functional.cross_entropy(
         logits.transpose(1, 2), labels.masked_fill(labels == -100, 6), ignore_index=6
     ),
@@ -250,3 +251,46 @@ def test_an_evaluation_is_a_mean_over_all_that_counts(world: World, name: str) -
         for found, modes in world.run(evaluate, name, num_ranks=num_ranks):
             assert found == pytest.approx(expected, rel=1e-5)
             assert modes == [True, True, False, True, True]
+
+
+class Named(nn.Module):
+    """Names what it takes and what it returns, as models of several heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"classes": self.inner(tokens)}
+
+
+def of_named(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    """A mean over the labels from 0 on, without a loss of torch's."""
+    labels = targets["classes"]
+    picked = outputs["classes"].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    mask = labels >= 0
+    return -(picked * mask).sum() / mask.sum()
+
+
+def train_named(is_plain: bool) -> list[float]:
+    model = Named()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    made = make_batches(lonely=False)
+    made[0][1].clamp_(min=0)  # all labels of the first batch count
+    batches = [({"tokens": tokens}, {"classes": labels}) for tokens, labels in made]
+    if not is_plain:
+        engine = parallelize(model, optimizer, Plan(), loss_fn=of_named)
+        return [engine.step(batch) for batch in engine.batches(batches, epochs=1)]
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = of_named(model(**inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_named_inputs_targets_and_outputs_have_the_losses_of_one_process(world: World) -> None:
+    for losses in world.run(train_named, False):
+        assert losses == pytest.approx(train_named(True), rel=1e-5)

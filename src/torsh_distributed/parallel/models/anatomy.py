@@ -113,7 +113,7 @@ def _from_structure(model: nn.Module) -> dict[str, Any]:
         "attention": tuple(structure.attention_modules(model)),
         "mlp": tuple(dict.fromkeys(pair.where for pair in structure.feed_forwards(model))),
         "experts": tuple(structure.expert_modules(model)),
-        "tied": _tied(model),
+        "tied": tied_params(model),
         "tensor_plan": {},
         "expert_plan": {},
         "flows": {},
@@ -272,7 +272,8 @@ def _computes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
-def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def tied_params(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

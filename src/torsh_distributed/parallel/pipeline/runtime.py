@@ -343,6 +343,17 @@ class LocalStages(nn.Module):
         for stage in stages.values():
             _merge(self, stage)
 
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"the stages of this rank have no {name!r}: under mesh.pp a rank holds the layers of its own stages"
+                " and nothing of the model's class; look for it in named_modules() or named_parameters(), or change the"
+                " model before parallelize()"
+            ) from None
+
     @property
     def untraced_models(self) -> tuple[nn.Module, ...]:
         """The models whose own forward runs this rank's stages."""

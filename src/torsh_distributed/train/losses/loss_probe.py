@@ -255,7 +255,8 @@ class LossProbe:
         best = distances.index(min(distances))
         if distances[best] <= (1e-4 if self.precision.is_full else 3e-2) or has_experts:
             return kinds[best]
-        for weighing in self._weighing(batch) if isinstance(kind, MeanOfSamples) else ():
+        others: list[LossKind] = [SumOfSamples(), *self._weighing(batch)] if isinstance(kind, MeanOfSamples) else []
+        for weighing in others:
             other = self._of_halves(batch, weighing)
             if max(self._everyones(_distance(whole, other) if math.isfinite(other) else math.inf)) <= 1e-5:
                 return weighing
@@ -267,8 +268,9 @@ class LossProbe:
             f"the loss is not made of the losses of its samples: {whole:.6g} for a batch and {together:.6g} for its two"
             f" halves together, taken as {kind}",
             hint="if samples are compared with each other, as in contrastive losses, set training.gather_for_loss ="
-            " true; if it is a mean over something else, let loss_fn return (sum, count); to train on each rank's own"
-            ' mean anyway, set training.loss_is = "mean"',
+            " true; if it is a mean over something else, let loss_fn return (sum, count); if it has several means, make"
+            ' each by td.global_mean() and set training.loss_is = "global_mean"; to train on each rank\'s own mean'
+            ' anyway, set training.loss_is = "mean"',
             key="training.loss_is",
             losses_seen=", ".join(found.names) or "none of torch's",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ KEPT: Named = ("kept", (), 0)
 _COMPUTED: Named = ("computed", (), 0)
 
 
+class _Called(NamedTuple):
+    """What a loss_fn is called with: two dicts are no list of samples here, whatever is in them."""
+
+    outputs: Any
+    targets: Any
+
+
 def kind_named(name: Named, kept: LossKind) -> LossKind:
     """The kind of this name, which ranks have told each other."""
     what, path, value = name
@@ -78,7 +85,7 @@ def of_loss_fn(
     # Logits over a large vocabulary would take seconds on the host: they stay, and only legal labels are tried.
     is_small = sum(one.numel() for one in leaves) <= _MOST_ON_HOST
     rows = list(range(len(leaves[0]))) * (1 if len(leaves[0]) >= _ROWS else _ROWS)
-    batch = pick_rows((outputs, targets), rows)
+    batch: Batch = pick_rows(_Called(outputs, targets), rows)
     if is_small:
         batch = tree_map_only(Tensor, lambda one: one.detach().cpu(), batch)
 

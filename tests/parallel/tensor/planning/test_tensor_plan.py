@@ -188,3 +188,26 @@ def test_a_module_that_takes_more_than_a_tensor_is_split_by_its_names() -> None:
             return super().forward(hidden + other)
 
     assert style(Two(functional.gelu)) is SplitStyle.COLUMN_LOCAL
+
+
+def test_an_embedding_is_whole_if_what_has_its_weight_is() -> None:
+    """A head whose name and place do not show that it is one would compute with a piece of the vocabulary."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.last = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+            )
+            self.last.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.words(ids)
+            for block in self.blocks:
+                hidden = hidden + block(hidden)
+            return self.last(hidden).transpose(1, 2)
+
+    plan = find_tensor_plan(Tied(), tp=2)
+    assert plan.style_of("words") is plan.style_of("last") is SplitStyle.REPLICATED
+    assert plan.style_of("blocks.0.0") is SplitStyle.COLUMN_LOCAL

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -137,7 +137,7 @@ def declared_rows(
     for row in _rows(model, anatomy, names, config):
         rows.setdefault(row.name, row)
     order = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    whole = _with_tied_whole(anatomy, rows)
+    whole = with_tied_whole(anatomy.tied, rows)
     return DeclaredRows(tuple(whole[name] for name in order if name in whole), tuple(attributes))
 
 
@@ -282,10 +282,10 @@ def _heads(model: nn.Module, where: str, names: _Patterns) -> _Heads | None:
     return _Heads(where, num_heads, num_shared, tuple(keys))
 
 
-def _with_tied_whole(anatomy: ModelAnatomy, rows: Mapping[str, PlannedModule]) -> dict[str, PlannedModule]:
+def with_tied_whole(tied: Iterable[tuple[str, ...]], rows: Mapping[str, PlannedModule]) -> dict[str, PlannedModule]:
     """The rows, with modules left whole that share a parameter with a whole one."""
     out = dict(rows)
-    for group in anatomy.tied:
+    for group in tied:
         owners = [name.rpartition(".")[0] for name in group if name.rpartition(".")[2] == "weight"]
         styles = {name: out[name] for name in owners if name in out}
         if any(row.cut is None for row in styles.values()) and any(row.cut for row in styles.values()):

@@ -19,12 +19,12 @@ from torch.func import functional_call
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.models import structure
-from torsh_distributed.parallel.models.anatomy import FOUND, ModelAnatomy, anatomy_of
+from torsh_distributed.parallel.models.anatomy import FOUND, ModelAnatomy, anatomy_of, tied_params
 from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.models.structure import FeedForward
 from torsh_distributed.parallel.tensor.attention import check_heads
-from torsh_distributed.parallel.tensor.planning.declared_plan import declared_rows
+from torsh_distributed.parallel.tensor.planning.declared_plan import declared_rows, with_tied_whole
 from torsh_distributed.parallel.tensor.planning.planned_rows import (
     AttributeChange,
     PlannedModule,
@@ -197,12 +197,13 @@ def _planned_layers(
         found = declared_rows(model, anatomy, tp=tp, config=config, overrides=wanted, left_alone=spread)
         return TensorPlan(tp, config, found.rows, found.attributes, anatomy.source)
     by_name = {row.name: row for row in _found(model, tp, config, wanted)}
-    rows = tuple(
-        planned(name, module, wanted[name], note="override") if name in wanted else by_name[name]
+    rows = {
+        name: planned(name, module, wanted[name], note="override") if name in wanted else by_name[name]
         for name, module in model.named_modules()
         if name in by_name or name in wanted
-    )
-    return TensorPlan(tp, config, rows)
+    }
+    # A head that nothing shows to be one is whole, and so is the embedding whose weight it has.
+    return TensorPlan(tp, config, tuple(with_tied_whole(tied_params(model), rows).values()))
 
 
 def _anatomy(model: nn.Module) -> ModelAnatomy | None:
