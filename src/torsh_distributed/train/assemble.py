@@ -140,9 +140,14 @@ def parallelize(
     engine.changes = running_changes()
     _let_optimize(engine)
     _suggest(engine)
-    if strategy.data_degree * num_passes > 1:
+    num_forwards = num_passes * (chosen.pipeline.num_microbatches if chosen.mesh.pp > 1 else 1)
+    if strategy.data_degree * num_forwards > 1:
         engine.forward_changes = ForwardChanges(
-            strategy.unwrapped, num_passes=num_passes, asks_others=engine.asks_others, loss_fn=loss_fn
+            strategy.unwrapped,
+            num_passes=num_forwards,
+            asks_others=engine.asks_others,
+            loss_fn=loss_fn,
+            has_stages=chosen.mesh.pp > 1,
         )
     return engine
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.bed.world import World
 from torsh_distributed.comm.groups import process_group
@@ -53,6 +54,14 @@ class Counting(Network):
     def forward(self, values: Tensor) -> Tensor:
         self.calls += self.training
         return super().forward(values) / (1 + self.calls)
+
+
+class Spectral(Network):
+    """Follows the largest singular value by a step in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.first)
 
 
 class Caching(Network):
@@ -116,6 +125,8 @@ def said_by_all() -> dict[str, str]:
         "counting": train(Counting, {}),
         "counting accumulated": train(Counting, ACCUMULATED),
         "counting in a pipeline": train(Counting, PIPELINED),
+        "spectral norm in a pipeline": train(Spectral, PIPELINED),
+        "nothing in a pipeline": train(Network, PIPELINED),
         "caching": train(Caching, ACCUMULATED),
         "averaging": train(Averaging, {}),
         "averaging accumulated": train(Averaging, ACCUMULATED),
@@ -131,8 +142,10 @@ def test_what_ranks_or_passes_change_for_themselves_is_said_once(world: World) -
     assert "mean changes in forward, and every rank has its own value" in said["statistics sharded"]
     assert "calls changes in every forward, and a step has 2 of them" in said["counting accumulated"]
     assert "forward changes calls" in said["counting in a pipeline"]
+    assert "and a step has 2 of them" in said["spectral norm in a pipeline"]
+    assert "pipeline.num_microbatches" in said["spectral norm in a pipeline"]
     assert "teacher.weight changes in every forward, and a step has 2" in said["averaging accumulated"]
-    for name in ("counting", "caching", "averaging", "nothing"):
+    for name in ("counting", "caching", "averaging", "nothing", "nothing in a pipeline"):
         assert "chang" not in said[name], said[name]
     assert not any(others[name] for name in said if name != "rank")
 

@@ -70,9 +70,16 @@ class ForwardChanges:
     """
 
     def __init__(
-        self, model: nn.Module, *, num_passes: int, asks_others: bool, loss_fn: Callable[..., Any] | None = None
+        self,
+        model: nn.Module,
+        *,
+        num_passes: int,
+        asks_others: bool,
+        loss_fn: Callable[..., Any] | None = None,
+        has_stages: bool = False,
     ) -> None:
-        self._loss_fn = loss_fn
+        """`has_stages`: each rank has modules that others have not."""
+        self._loss_fn, self._has_stages = loss_fn, has_stages
         self._model, self._num_passes, self._asks_others = model, num_passes, asks_others
         self._changed: dict[str, float] | None = None
         """By all forwards so far, with the values after the last one."""
@@ -100,7 +107,7 @@ class ForwardChanges:
     def _tell(self, mine: dict[str, float]) -> None:
         everyone = all_gather_object(mine) if self._asks_others else [mine]
         names = sorted({name for one in everyone for name in one})
-        own = [name for name in names if len({_rounded(one.get(name, math.nan)) for one in everyone}) > 1]
+        own = [name for name in names if len(self._values(name, everyone)) > 1]
         if process_group.rank() != 0 or not names:
             return
         if own:
@@ -113,10 +120,18 @@ class ForwardChanges:
         elif self._num_passes > 1:
             _log.warning(
                 "%s changes in every forward, and a step has %d of them: losses that depend on it differ from those of"
-                " one pass; change it after the step, or set training.gradient_accumulation = 1",
+                " one pass; change it after the step, or set %s = 1",
                 ", ".join(names[:3]),
                 self._num_passes,
+                "pipeline.num_microbatches and training.gradient_accumulation"
+                if self._has_stages
+                else "training.gradient_accumulation",
             )
+
+    def _values(self, name: str, everyone: list[dict[str, float]]) -> set[str]:
+        """The different values of the ranks. One that has not changed it has another, or has it in no stage."""
+        having = [one for one in everyone if name in one] if self._has_stages else everyone
+        return {_rounded(one.get(name, math.nan)) for one in having}
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
