@@ -133,11 +133,11 @@ def end_together(operation: str, group: dist.ProcessGroup) -> Iterator[dist.Proc
         yield group
     except Exception as error:
         try:
-            abort(f"could not {operation}: {_in_one_line(error).splitlines()[0]}", group=group)
+            abort(f"could not {operation}: {_in_one_line(error).strip().splitlines()[0]}", group=group)
         except FeatureNotAvailable as unknown:
             error.add_note(f"Other ranks may wait until their timeout: {unknown}")
         raise
 
 
 def _in_one_line(failure: Exception) -> str:
-    return failure.message if isinstance(failure, TorshError) else f"{type(failure).__name__}: {failure}"
+    return failure.message if isinstance(failure, TorshError) else f"{type(failure).__name__}: {str(failure).strip()}"

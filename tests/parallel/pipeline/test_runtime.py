@@ -147,16 +147,22 @@ class Breaks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.is_broken = False
+        self.breaks_in = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_broken:
-            raise LookupError("the layer has lost its table")
-        return self.linear(x)
+        if self.breaks_in == "forward":
+            self.fail(x)
+        out: Tensor = self.linear(x)
+        if self.breaks_in == "backward":
+            out.register_hook(self.fail)
+        return out
+
+    def fail(self, _: Tensor) -> None:
+        raise LookupError("the layer has lost its table")
 
 
 def fail_alone(place: str) -> tuple[str, str]:
-    """The last stage fails in its second step, in forward or in the loss; what each rank is told."""
+    """The last stage fails in its second step, in one of its parts; what each rank is told."""
     is_broken = False
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -172,7 +178,7 @@ def fail_alone(place: str) -> tuple[str, str]:
     is_broken = True
     for module in pipe.module.modules():
         if isinstance(module, Breaks):
-            module.is_broken = place == "forward"
+            module.breaks_in = place
     try:
         pipe.step(batch, batch)
     except Exception as error:
@@ -180,7 +186,7 @@ def fail_alone(place: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.parametrize("place", ["forward", "the loss"])
+@pytest.mark.parametrize("place", ["forward", "the loss", "backward"])
 def test_a_stage_that_fails_alone_ends_the_step_of_all(world: World, place: str) -> None:
     first, last = world.run(fail_alone, place, backend="torsh", timeout_s=15)
     assert last == ("LookupError", "the layer has lost its table")

@@ -83,14 +83,8 @@ class TimedStage(_Base):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._microbatches.current = fwd_chunk_id
         started = time.monotonic()
-        try:
-            with self._one_power_iteration(fwd_chunk_id):
-                out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            if error.__cause__ is None or "failed to run forward" not in str(error):
-                raise
-            # Torch puts its own error, which lists the stage's inputs, in front of the one that says what is wrong.
-            raise error.__cause__ from None
+        with _own_error(), self._one_power_iteration(fwd_chunk_id):
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._record("F", fwd_chunk_id, started)
         return out
 
@@ -109,7 +103,8 @@ class TimedStage(_Base):
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
-        out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with _own_error():
+            out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if _SENDS_ANY_FORM and bwd_chunk_id in self.bwd_cache:
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -143,6 +138,18 @@ class TimedStage(_Base):
         self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
         if step_notes.wants_phases():
             step_notes.note_phase("stage", started, ended)
+
+
+@contextmanager
+def _own_error() -> Iterator[None]:
+    """Torch puts its own error, which lists the stage's tensors, in front of the one that says what is wrong."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_torchs = "failed to run forward" in str(error) or "Failed to run stage backward" in str(error)
+        if error.__cause__ is None or not is_torchs:
+            raise
+        raise error.__cause__ from None
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:
