@@ -56,7 +56,7 @@ def encoded(method: str, vector: Tensor, seed: int) -> Tensor:
 
 
 def decoded(method: str, payload: Tensor, like: Tensor, seed: int) -> Tensor:
-    """The vector that a message stands for; CompressionError if it is no message for a vector like this one."""
+    """The vector that a message stands for; CompressionError if it is not a message for a vector like this one."""
     if payload.dim() != 1:
         raise CompressionError("a message has one dimension", num_dims=payload.dim())
     return _codec(method).decode(payload, like.numel(), Key(seed=seed)).to(like.dtype)

@@ -79,5 +79,5 @@ def read_time(text: str) -> float:
     try:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
-        raise InvalidArgument("this is no time", hint="write 2026-11-18T16:00Z", got=text[:60]) from None
+        raise InvalidArgument("this is not a time", hint="write 2026-11-18T16:00Z", got=text[:60]) from None
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
