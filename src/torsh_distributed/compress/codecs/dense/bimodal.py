@@ -30,7 +30,6 @@ class BimodalCodec(DenseCodec):
     """
 
     name = "bimodal"
-    is_unbiased = False
     is_deterministic = True
     block = 1024
 

@@ -20,7 +20,6 @@ class Int8Codec(DenseCodec):
     """
 
     name = "int8"
-    is_unbiased = False
     is_deterministic = True
 
     def __init__(self, block: int = 256, *, server_feedback: bool = False) -> None:
@@ -58,7 +57,6 @@ class NaturalCodec(DenseCodec):
     """
 
     name = "natural"
-    is_unbiased = True
     is_deterministic = False
     block = 1024
 
@@ -85,7 +83,6 @@ class NbitCodec(DenseCodec):
     """
 
     name = "nbit"
-    is_unbiased = True
     is_deterministic = False
     block = 512
 
