@@ -94,6 +94,12 @@ class RunControl:
             for step, step_s in steps:
                 self._policy.speed.take_step(step=step, step_s=step_s, workers=workers)
 
+    @property
+    def is_slowing(self) -> bool:
+        """Whether a budget is spent and workers are to pause."""
+        with self._lock:
+            return self._budget is not None and self._budget.is_slowing
+
     def begin_epoch(self, epoch: int) -> None:
         """A rank tells the epoch that it is in."""
         if self._budget is not None:
