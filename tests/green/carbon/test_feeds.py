@@ -210,8 +210,8 @@ def _gb(**row: Any) -> tuple[int, Any]:
         (_gb(intensity={"forecast": True}), "something else than intensities"),
         (_gb(**{"from": 3}), "something else than intensities"),
         (_gb(**{"from": "0001-01-01T00:00+14:00"}), "no time"),
-        ((200, {"data": [{}]}), "has no values, and none for now"),
-        (_gb(), "values from 2026-11-18T16:00Z to 2026-11-18T16:30Z, and none for now"),
+        ((200, {"data": [{}]}), "none for now; it has no value at all"),
+        (_gb(), "none for now; it has values from 2026-11-18T16:00Z to 2026-11-18T16:30Z"),
     ],
 )
 def test_what_no_feed_answers_is_said_once_and_the_feed_is_asked_again(

@@ -65,7 +65,7 @@ class GridWatch:
         if found.num_absurd:
             self._trouble(f"{found.num_absurd} values of the feed cannot be true and are left out")
         self._series = found
-        return found.at(now) is not None or self._trouble(f"the feed has {found.span()}, and none for now")
+        return found.at(now) is not None or self._trouble(f"the feed has none for now; it has {found.span()}")
 
     def _trouble(self, text: str) -> bool:
         if text != self._told:

@@ -68,7 +68,7 @@ class IntensitySeries:
     def span(self) -> str:
         """What it is about, for people."""
         times = [moment for one in self.values for moment in (one.start, one.end) if moment is not None]
-        return f"values from {show_time(min(times))} to {show_time(max(times))}" if times else "no values"
+        return f"values from {show_time(min(times))} to {show_time(max(times))}" if times else "no value at all"
 
     def between(self, begin: float, end: float) -> list[Intensity]:
         """Those whose period touches it."""
