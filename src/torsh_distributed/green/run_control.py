@@ -126,8 +126,9 @@ class RunControl:
         with self._lock:
             speed = self._policy.speed
             if self._num_same >= _SETTLED and self._power_w:  # else the readings are of what was decided before
-                is_training = self._last is not None and self._last[1] > 0 and speed.step > 0
-                speed.take_power(sum(self._power_w.values()), workers=self._workers if is_training else 0)
+                is_held = self._last is not None and self._last[1] == 0
+                training = self._workers if speed.step > 0 else None
+                speed.take_power(sum(self._power_w.values()), workers=0 if is_held else training)
             found = self._policy.decide(series, now=now)
             until = self._policy.until
         if (found.action, found.workers) == self._last:
