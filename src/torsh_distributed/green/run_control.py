@@ -102,6 +102,12 @@ class RunControl:
                 speed.take_power(watts, workers=0)
             self._held_before_w, self._held_w = [] if steps else self._held_w, []
 
+    @property
+    def is_slowing(self) -> bool:
+        """Whether a budget is spent and workers are to pause."""
+        with self._lock:
+            return self._budget is not None and self._budget.is_slowing
+
     def begin_epoch(self, epoch: int) -> None:
         """A rank tells the epoch that it is in."""
         if self._budget is not None:

@@ -118,4 +118,4 @@ class JobSpeed:
         self.total_steps = None if total is None else int(total)
         self.busy_w = None if busy_w is None else float(busy_w)
         self.idle_w = None if idle_w is None else float(idle_w)
-        self.has_waited = bool(kept["has_waited"])
+        self.has_waited = bool(kept.get("has_waited"))  # an earlier version did not keep it
