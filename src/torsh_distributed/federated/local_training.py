@@ -109,9 +109,12 @@ def train_client(
     with _corrected_steps(replica, start, work, own_control) as steps:
         figures = task.train(replica.model, data, work.epochs) or {}
     num_samples = task.num_samples(data)  # an aggregator knows it once its own clients have answered
-    delta = replica.read() - start
+    reached = replica.read()
+    delta = (reached - start).masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
+    num_trained, num_parameters = replica.num_trained, replica.num_parameters
     if work.local_clip is not None:
-        delta = noised(clipped(delta, work.local_clip)[0], work.local_noise_std).to(delta.dtype)
+        trained = noised(clipped(delta, work.local_clip)[0][:num_trained], work.local_noise_std).to(delta.dtype)
+        delta = torch.cat([trained, delta[num_trained:]])
     if work.secure is not None:
         delta, num_samples = work.secure.on_grid(delta), work.secure.weight(num_samples)
     update = ClientUpdate(
@@ -139,8 +142,13 @@ def train_client(
         update.extras[CONTROL] = new_state[CONTROL] - own_control
     if work.upload != WHOLE:
         whole = delta + state[RESIDUAL] if work.error_feedback and RESIDUAL in state else delta
-        update.message = encoded(work.upload, whole, work.codec_seed)
-        update.delta = decoded(work.upload, update.message, whole, work.codec_seed)
+        if bool(delta[num_trained:num_parameters].any()):
+            raise InvalidArgument(
+                "train() changed parameters that model() had frozen, which updates by a codec leave out",
+                hint="freeze and unfreeze in model(), or leave upload at 'none'",
+            )
+        update.message = encoded(work.upload, whole, work.codec_seed, num_trained, num_parameters)
+        update.delta = decoded(work.upload, update.message, whole, work.codec_seed, num_trained, num_parameters)
         if work.error_feedback:
             new_state[RESIDUAL] = whole - update.delta
     return update, new_state

@@ -16,6 +16,7 @@ from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.random_seeds import derived_seed, drawing_as_of
 from torsh_distributed.federated.rounds.round_loop import FederatedResult, RoundLoop, RoundRecord
 
 
@@ -72,7 +73,8 @@ def open_server(
     links: LinkAdaptation | None,
 ) -> RoundServer:
     """A server for devices with the task's model."""
-    replica = ModelVector(task.model())
+    with drawing_as_of(derived_seed(config.seed, "model")):  # devices make the same integer buffers
+        replica = ModelVector(task.model())
     if links is not None and replica.dtype != torch.float32:
         raise ConfigurationError("codecs are for models of float32", hint="leave links (--adapt-links) out")
     return RoundServer(
