@@ -159,7 +159,9 @@ class _LocalSteps:
 
     def __init__(self, work: LocalWork) -> None:
         self._work = work
-        self._momentum = 0.0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._momentum: float | None = None
+        """Of the optimizer; None: it has taken no step."""
         self._place = 0.0
         self.num_steps = 0
         self.sum_of_rates = 0.0
@@ -180,8 +182,8 @@ class _LocalSteps:
         # SGD itself, on one number whose gradient is 1.
         gradient = 1.0 + self._work.proximal * self._place
         if momentum:
-            is_first = self.num_steps == 1
-            self._momentum = gradient if is_first else momentum * self._momentum + (1 - group["dampening"]) * gradient
+            before, dampening = self._momentum, group["dampening"]
+            self._momentum = gradient if before is None else momentum * before + (1 - dampening) * gradient
             gradient = gradient + momentum * self._momentum if group["nesterov"] else self._momentum
         self._place -= rate * gradient
 
@@ -190,6 +192,9 @@ class _LocalSteps:
         is_scaffold = self._work.control is not None
         name = "SCAFFOLD" if is_scaffold else "FedNova"
         groups = optimizer.param_groups
+        if optimizer is not self._optimizer:
+            self._require_successor(optimizer, name)
+            self._optimizer, self._momentum = optimizer, None
         if not isinstance(optimizer, torch.optim.SGD) or (is_scaffold and any(group["momentum"] for group in groups)):
             raise ConfigurationError(
                 f"{name} is defined for {'plain SGD' if is_scaffold else 'SGD'} on the clients",
@@ -199,6 +204,19 @@ class _LocalSteps:
         if len({(float(group["lr"]), float(group["momentum"])) for group in groups}) > 1:
             raise ConfigurationError(f"{name} needs one learning rate for all parameters of the client's optimizer")
         return groups[0]
+
+    def _require_successor(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Another optimizer may take over, as one made for each epoch does; two side by side count every step twice."""
+        before = () if self._optimizer is None else _params_of(self._optimizer)
+        if before and {*map(id, before)}.isdisjoint(map(id, _params_of(optimizer))):
+            raise ConfigurationError(
+                f"{name} counts steps of the whole model, and each of several optimizers has a part of it",
+                hint="give all parameters to one optimizer",
+            )
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class _StepHooks:
@@ -257,7 +275,7 @@ def _corrected_steps(
 
     @torch.no_grad()
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of(optimizer)
         if not any(id(param) in known for param in params):
             return  # of another model, such as one that is distilled from
         if (anchors or controls or shrunk) and any(one is not None for one in (*args[1:], kwargs.get("closure"))):
@@ -277,9 +295,7 @@ def _corrected_steps(
                 param.grad.add_(controls[id(param)])
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if shrunk is not None and any(
-            id(param) in known for group in optimizer.param_groups for param in group["params"]
-        ):
+        if shrunk is not None and any(id(param) in known for param in _params_of(optimizer)):
             shrunk.shrink()
 
     if shrunk is not None:
