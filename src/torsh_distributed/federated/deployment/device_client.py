@@ -190,6 +190,8 @@ class DeviceClient:
             self._require_privacy(order)
             state = self._memory.state_after(counted) if order.keeps_state else {}
             work = order.work_of(self._name)
+            if isinstance(self._config.privacy, LocalPrivacy):
+                self._memory.count_private(self._config.privacy)  # before the update is there: a crash cannot undo it
             with heartbeat.beating():
                 update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
             if new_state:
