@@ -23,7 +23,7 @@ class ClientMemory:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = RoundFile(directory, "client.state")
+        self._file = RoundFile(directory, "client.state").held()
         self._private = RoundFile(directory, "privacy.state")
 
     def state_after(self, counted: bytes) -> Mapping[str, Tensor]:

@@ -48,13 +48,14 @@ def serve_devices(
     )
     is_done = False
     try:
+        loop = RoundLoop(task, config, server, directory=directory)  # first: one process has a directory
         for name in revoked:
             server.revoke(name)
         say(f"serving {server.address[0]}:{server.address[1]}")
         for _ in range(num_tokens):
             say(f"token {server.new_token()}")
         with announced(server.address, server.digest) if announces else contextlib.nullcontext():
-            result = RoundLoop(task, config, server, directory=directory).run(on_round)
+            result = loop.run(on_round)
         is_done = True
     finally:
         server.close(is_done=is_done)

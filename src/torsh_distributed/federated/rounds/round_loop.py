@@ -81,7 +81,7 @@ class RoundLoop:
         if self.vector.dtype != torch.float32 and {config.upload, config.download} != {WHOLE}:
             raise ConfigurationError("codecs are for models of float32", hint="leave upload and download at 'none'")
         self._records: list[RoundRecord] = []
-        self._file = None if directory is None else RoundFile(directory)
+        self._file = None if directory is None else RoundFile(directory).held()
         state = None if self._file is None else self._file.read()
         if state is not None:
             self._load(state)
