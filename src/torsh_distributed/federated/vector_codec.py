@@ -67,7 +67,7 @@ def encoded(method: str, vector: Tensor, seed: int, num_coded: int, num_paramete
 
 
 def decoded(method: str, payload: Tensor, like: Tensor, seed: int, num_coded: int, num_parameters: int) -> Tensor:
-    """The vector that a message stands for; CompressionError if it is no message for a vector like this one."""
+    """The vector that a message stands for; CompressionError if it is not a message for a vector like this one."""
     if payload.dim() != 1:
         raise CompressionError("a message has one dimension", num_dims=payload.dim())
     vector = torch.zeros_like(like)

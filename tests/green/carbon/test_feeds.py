@@ -182,7 +182,7 @@ def test_what_is_late_is_marked_and_what_is_absurd_is_left_out() -> None:
 
 def test_a_feed_that_is_down_or_answers_nonsense_is_said_once_and_gives_nothing(server: Server) -> None:
     server.answers["/intensity/2026-11-18T15:40Z/fw48h"] = (200, b"<html>")
-    with pytest.raises(InvalidArgument, match="no JSON"):
+    with pytest.raises(InvalidArgument, match="not JSON"):
         NationalGridFeed(server.url).fetch(NOW)
     with pytest.raises(InvalidArgument, match="does not know"):
         ask(f"{server.url}/nowhere")

@@ -171,7 +171,7 @@ def test_mistakes_are_named_with_the_parameter(connect: Connect) -> None:
     client = connect("w0")
     with pytest.raises(InvalidArgument, match="has not joined"):
         client.push({})
-    with pytest.raises(InvalidArgument, match="'NoSuch' is no optimizer"):
+    with pytest.raises(InvalidArgument, match="'NoSuch' is not an optimizer"):
         client.create({"w": torch.zeros(2)}, optimizer="NoSuch")
     client.create({"w": torch.zeros(2), "t": RowTable(num_rows=4, dim=2)}, lr=1.0)
     with pytest.raises(InvalidArgument, match="no server has a parameter of this name: it is a table"):

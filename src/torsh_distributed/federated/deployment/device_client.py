@@ -121,7 +121,7 @@ class DeviceClient:
                 if time.monotonic() - last_seen_s > self._give_up_s:
                     raise CommunicationError(
                         f"the server cannot be reached: {first_line(error)}",
-                        hint="look whether it runs at this address; a device tries for give_up_s (--give-up-s)",
+                        hint="check that it runs at this address; a device tries for give_up_s (--give-up-s)",
                         address=str(self._address or "discovered"),
                     ) from error
                 self._ended.wait(pause_s)

@@ -285,7 +285,7 @@ def ask(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidArgument("the feed answered something that is no JSON", got=repr(body[:60])) from None
+        raise InvalidArgument("the feed answered something that is not JSON", got=repr(body[:60])) from None
     if not isinstance(found, dict):
         raise InvalidArgument("the feed answered something else", got=repr(body[:60]))
     return found

@@ -53,7 +53,7 @@ def pack_values(name: str, tensor: Tensor, method: str | None, step: int) -> Pac
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor. CompressionError if it is none."""
+    """The tensor. CompressionError if it is not one."""
     if isinstance(packed, Tensor):
         return packed
     if not isinstance(packed, PackedTensor) or not 0 <= packed.tag < len(DTYPES):
