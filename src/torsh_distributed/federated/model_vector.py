@@ -21,7 +21,7 @@ class ModelVector:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        named = {name: param for name, param in params.items() if param.requires_grad}
+        named: dict[str, Tensor] = {name: param for name, param in params.items() if param.requires_grad}
         named.update(params)  # frozen ones behind those that are there
         named.update(buffers)
         if odd := [name for name, one in named.items() if one.is_complex()]:

@@ -205,11 +205,11 @@ def _gb(**row: Any) -> tuple[int, Any]:
     ("answer", "told"),
     [
         ((RAW, b"hello\r\n\r\n"), "does not speak HTTP"),
-        ((200, b"[" * 100_000), "no JSON"),
+        ((200, b"[" * 100_000), "not JSON"),
         (_gb(intensity=250), "something else than intensities"),
         (_gb(intensity={"forecast": True}), "something else than intensities"),
         (_gb(**{"from": 3}), "something else than intensities"),
-        (_gb(**{"from": "0001-01-01T00:00+14:00"}), "no time"),
+        (_gb(**{"from": "0001-01-01T00:00+14:00"}), "not a time"),
         ((200, {"data": [{}]}), "none for now; it has no value at all"),
         (_gb(), "none for now; it has values from 2026-11-18T16:00Z to 2026-11-18T16:30Z"),
     ],

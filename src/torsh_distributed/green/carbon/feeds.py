@@ -281,7 +281,7 @@ def ask(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     except ConnectionError:  # one of them is an HTTPException too
         raise
     except http.client.HTTPException as error:
-        raise OSError(f"the feed does not speak HTTP: {first_line(repr(error))}") from None
+        raise OSError(f"the feed does not speak HTTP: {error!r}") from None
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
