@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit, compare
 from torsh_distributed import events
-from torsh_distributed.cli.bench.rivals.monitor import value_rows
 from torsh_distributed.observe.anomalies import AnomalyWatch
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.page_state import page_state
@@ -186,7 +185,6 @@ def _state(report: Path) -> dict[str, Any]:
 
 
 def _values(budget: Budget) -> Iterator[Row]:
-    yield from value_rows(budget)
     wait = events.WaitEvent(op="all_reduce", group="0", num_started=1, num_bytes=4096, start_s=0.0, duration_s=1e-4)
 
     def take() -> None:
@@ -366,8 +364,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Observing: what it costs",
-    about="""Recording a value, beside the histogram of prometheus-client; an event from its emit until it is added up;
-    what a rank does beside its training in a second;
+    about="""An event from its emit until it is added up; what a rank does beside its training in a second;
     what the process beside the launcher does in a second of a thousand ranks (a fifth of a core is the aim); a step of
     30 ms of torch's DDP on two ranks with summaries, page and report on, in turns with steps without; and a real rank
     that computes 30 % longer than the other.""",

@@ -48,7 +48,7 @@ def _page(budget: Budget) -> Iterator[Row | Note]:
     process = ObserverProcess(ObserveSettings(page_port=0))
     is_over = threading.Event()
     try:
-        url = _address(process)
+        url = address_of(process)
         job = {"type": "job", "run_id": "many", "command": "train.py", "world_size": num_ranks, "num_nodes": 1}
         process.send(job)
         sender = threading.Thread(target=_report, args=(process, num_ranks, is_over), daemon=True)
@@ -78,7 +78,8 @@ def _page(budget: Budget) -> Iterator[Row | Note]:
     )
 
 
-def _address(process: ObserverProcess) -> str:
+def address_of(process: ObserverProcess) -> str:
+    """Where an observer that was just started has its page."""
     deadline = time.monotonic() + _STARTED_S
     while time.monotonic() < deadline:
         for _, text in process.take_reports():

@@ -51,8 +51,9 @@ class CarbonJob:
         self.folder = folder
         self.events = folder / "events"
         self.write_feed((3600.0, 300.0))
-        (folder / "slow").touch()  # a step takes that long at least
-        (folder / "pause").write_text("0.1")
+        # A step takes that long at least: a new feed is read, and heeded, within seconds, and the job must not be over.
+        (folder / "slow").touch()
+        (folder / "pause").write_text("0.25")
         (folder / "train.py").write_text(_SCRIPT)
         self.gpu = StandIn(folder / "nvml")
         self.gpu.write("energy-0", 0)
@@ -121,9 +122,11 @@ class CarbonJob:
             if self.last_step() == before:
                 return before
 
-    def num_holds(self) -> int:
-        """Times that rank 0 was told to hold, and was there."""
-        return sum(path.read_text().count('"choice": "a hold') for path in self.events.glob("rank-0*.jsonl"))
+    def holds_since(self, moment: float) -> bool:
+        """Whether rank 0 was told to hold, and was there. What a killed worker had not written yet does not count."""
+        lines = [line for path in self.events.glob("rank-0*.jsonl") for line in path.read_text().splitlines()]
+        holds = [json.loads(line) for line in lines if '"choice": "a hold' in line and line.endswith("}")]
+        return any(one["time"] > moment for one in holds)
 
     def last_step(self) -> int:
         logs = [path.read_text().splitlines() for path in self.folder.glob("steps-*.jsonl")]
@@ -201,13 +204,14 @@ def test_a_hold_and_the_deadline_outlive_the_launcher_and_a_signal_in_a_hold_sav
         first = job.decisions()[-1]
         for path in tmp_path.glob("steps-*.jsonl"):
             path.rename(path.with_suffix(".first"))
+        killed = time.time()
         again = job.start()
         job.wait(lambda: len(job.decisions()) > 2, "no decision")
         assert job.decisions()[-1]["action"] == "hold"
         assert job.decisions()[-1]["deadline"] == first["deadline"]
         budgets = [one for one in job.records() if one["type"] == "budget"]
         assert budgets[-1]["spent"] >= kept["budget"]["spent"]["energy"]
-        job.wait(lambda: job.num_holds() == 2, "the workers did not hold again")
+        job.wait(lambda: job.holds_since(killed), "the workers did not hold again")
         assert job.last_step() == 0, "nothing is trained: the hold goes on"
         again.send_signal(signal.SIGTERM)
         outcome = job.finish()
@@ -259,8 +263,9 @@ def test_a_hold_outlives_a_restart_of_all_workers_and_costs_no_step(tmp_path: Pa
         wait_for_mark(tmp_path, rank=0, step=5, within_s=90)
         job.write_feed((600.0, 500.0), (3000.0, 50.0))
         held = job.wait_for_hold()
+        killed = time.time()
         os.kill(json.loads((tmp_path / "steps-1.jsonl").read_text().splitlines()[-1])["pid"], signal.SIGKILL)
-        job.wait(lambda: job.num_holds() == 2, "the workers did not hold again")
+        job.wait(lambda: job.holds_since(killed), "the workers did not hold again")
         assert job.last_step() == held, "those that were started again wait where the others did"
         job.write_feed((3600.0, 40.0))
         outcome = job.finish()

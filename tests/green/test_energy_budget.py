@@ -63,6 +63,7 @@ def test_what_a_feed_needs_is_said_before_the_run() -> None:
         ({"g_per_kwh": 3.0}, "no effect"),
         ({"max_co2_kg": 1.0}, "needs a carbon intensity"),
         ({"max_epoch_co2_kg": 1.0}, "needs a carbon intensity"),
+        ({"strategy": "minimize_energy", "deadline": "tomorrow"}, "green.deadline is a time"),
     ):
         with pytest.raises(ConfigurationError, match=match):
             GreenConfig(**values)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torsh_distributed.events import EnergyEvent
-from torsh_distributed.green.carbon.intensity import IntensitySeries
+from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries
 from torsh_distributed.green.run_control import RunControl
 from torsh_distributed.plan import GreenConfig
 
@@ -61,3 +61,38 @@ def test_without_a_directory_it_is_said_that_nothing_is_kept() -> None:
     found.keep()
     assert "whole budget and time again" in notes[0]
     assert found.decide(IntensitySeries(()), now=0.0) is None, "no policy"
+
+
+def test_the_first_hold_measures_what_waiting_takes() -> None:
+    notes: list[str] = []
+    found = control(None, notes, strategy="minimize_carbon", deadline="10h", carbon="file", carbon_file="feed.csv")
+
+    def grid(*values: float) -> IntensitySeries:
+        hours = zip((0.0, 3600.0), (3600.0, 36000.0), values, strict=True)
+        return IntensitySeries(
+            [Intensity(g, start, end, "average", "forecast", "file", "here") for start, end, g in hours]
+        )
+
+    def read(watts: float, now: float, series: IntensitySeries) -> str:
+        found.take_energy(EnergyEvent(node=0, meter="m", source="rapl", is_measured=True, joules=watts, duration_s=1.0))
+        decided = found.decide(series, now=now)
+        assert decided is not None
+        return decided[0].action
+
+    def steps(*numbers: int) -> None:
+        found.take_steps(steps=[(step, 1.0) for step in numbers], total_steps=1000, workers=2)
+
+    even, dirty = grid(300.0, 300.0), grid(500.0, 50.0)
+    assert read(300.0, 1.0, even) == "train"
+    steps(1, 2, 3, 4)
+    assert {read(300.0, now, even) for now in (2.0, 3.0, 4.0, 5.0)} == {"train"}
+    assert [read(300.0, now, dirty) for now in (6.0, 7.0)] == ["train", "hold"], "there was no idle moment before"
+    for now in range(8, 14):
+        assert read(280.0, now, dirty) == "hold"
+        steps(now)  # told late: the powers before it are not those of a job that waits
+    for now in range(14, 18):
+        steps()
+        last = read(290.0, now, dirty)
+    assert last == "train", "waiting takes as much as training"
+    steps(18)
+    assert [read(300.0, now, dirty) for now in (18.0, 19.0, 20.0)][-1] == "train"

@@ -59,6 +59,11 @@ class EnergyBudget:
                 found.append(BudgetEvent(rank=-1, name=name, spent=spent, limit=limit, unit=unit, action=action))
         return found
 
+    @property
+    def is_slowing(self) -> bool:
+        """Whether workers are to pause, because a budget is spent and that is what shall follow."""
+        return self._action == "slow" and 2 in self._said.values()
+
     def begin_epoch(self, epoch: int) -> None:
         """A rank tells the epoch that it is in."""
         if epoch != self._epoch:

@@ -37,7 +37,7 @@ class JobMeter:
         *,
         ranks: Sequence[int],
         node: int,
-        visible_gpus: str = "",
+        visible_gpus: str | None = None,
         send: Send,
         control: RunControl | None = None,
         root_pid: int | None = None,

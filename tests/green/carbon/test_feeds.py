@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.green.carbon import feeds
 from torsh_distributed.green.carbon.feeds import (
     CountryFeed,
     ElectricityMapsFeed,
@@ -26,6 +27,8 @@ from torsh_distributed.green.carbon.grid_watch import GridWatch, carbon_event
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
 
 NOW = read_time("2026-11-18T16:10Z")
+RAW = 0
+"""In place of a status: the answer is sent as it is."""
 
 
 class Server:
@@ -34,15 +37,23 @@ class Server:
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {}
         self.headers: list[dict[str, str]] = []
+        self.asked = threading.Semaphore(0)
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 server.headers.append(dict(self.headers))
-                status, answer = server.answers.get(self.path.split("?")[0], (404, {"message": "unknown zone"}))
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+                server.asked.release()
+                unknown = 404, {"message": "unknown zone"}
+                status, answer = server.answers.get(self.path.split("?")[0], server.answers.get("*", unknown))
+                if status != RAW:
+                    self.send_response(status)
+                    self.end_headers()
+                try:
+                    for part in answer if isinstance(answer, Iterator) else [answer]:
+                        self.wfile.write(part if isinstance(part, bytes) else json.dumps(part).encode())
+                except ConnectionError:
+                    """Who asked has enough."""
 
             def log_message(self, format: str, *args: object) -> None:
                 """Silent."""
@@ -149,6 +160,8 @@ def test_a_file_has_times_and_grams_and_each_row_holds_until_the_next(tmp_path: 
     series = IntensitySeries(FileFeed(path).fetch(NOW))
     assert [(one.g_per_kwh, one.renewable_share) for one in series.values] == [(200.0, None), (100.0, 0.8)]
     assert series.values[-1].end == read_time("2026-11-18T18:00Z")
+    path.write_text("time, g_per_kwh\n2026-11-18T16:00Z, 150\n", encoding="utf-8-sig")  # as spreadsheets write it
+    assert [one.g_per_kwh for one in FileFeed(path).fetch(NOW)] == [150.0]
     path.write_text("hour;grams\n1;2\n")
     with pytest.raises(InvalidArgument, match="time,g_per_kwh"):
         FileFeed(path).fetch(NOW)
@@ -181,6 +194,45 @@ def test_a_feed_that_is_down_or_answers_nonsense_is_said_once_and_gives_nothing(
         assert watch.at(NOW) is None
     assert len(said) == 1
     assert "cannot be reached" in said[0]
+
+
+def _gb(**row: Any) -> tuple[int, Any]:
+    times = {"from": "2026-11-18T16:00Z", "to": "2026-11-18T16:30Z", "intensity": {"forecast": 250}}
+    return 200, {"data": [{**times, **row}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((RAW, b"hello\r\n\r\n"), "does not speak HTTP"),
+        ((200, b"[" * 100_000), "not JSON"),
+        (_gb(intensity=250), "something else than intensities"),
+        (_gb(intensity={"forecast": True}), "something else than intensities"),
+        (_gb(**{"from": 3}), "something else than intensities"),
+        (_gb(**{"from": "0001-01-01T00:00+14:00"}), "not a time"),
+        ((200, {"data": [{}]}), "none for now; it has no value at all"),
+        (_gb(), "none for now; it has values from 2026-11-18T16:00Z to 2026-11-18T16:30Z"),
+    ],
+)
+def test_what_no_feed_answers_is_said_once_and_the_feed_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any], told: str
+) -> None:
+    """It had ended the thread that asks, or was not said: no gram was counted from then on, without a word."""
+    server.answers["*"] = answer
+    monkeypatch.setattr(NationalGridFeed, "period_s", 0.01)
+    said: list[str] = []
+    with GridWatch(NationalGridFeed(server.url), note=said.append):
+        for _ in range(3):
+            assert server.asked.acquire(timeout=20.0)
+    assert len(said) == 1
+    assert told in said[0]
+
+
+def test_an_answer_that_comes_in_drops_ends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_WHOLE_ANSWER_S", 0.0)
+    server.answers["/slow"] = (200, iter(lambda: b" ", None))
+    with pytest.raises(TimeoutError, match="too slowly"):
+        ask(f"{server.url}/slow")
 
 
 def test_a_feed_that_does_not_go_with_the_zone_is_refused() -> None:

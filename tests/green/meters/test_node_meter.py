@@ -137,6 +137,8 @@ from torsh_distributed.green.meters.node_meter import NodeMeter
 meter = NodeMeter([0], now_s=0.0)
 print(meter.notes[0])
 print([one.detail for one in meter.read(1.0) if one.meter == "gpu 0"], [one.detail for one in meter.read(2.0)][0])
+hidden = NodeMeter([0], now_s=0.0, visible_gpus="", full_w=1.0)
+print([one.meter for one in hidden.read(1.0)])
 """
 
 
@@ -150,4 +152,5 @@ def test_a_gpu_that_another_job_uses_is_said_to_be_shared_in_its_first_reading(t
     assert done.stdout.splitlines() == [
         "gpu 0 is in use by 2 other processes, whose energy is in this number too",
         "['in use by 2 other processes, whose energy is in this number too'] None",
+        "['processors']",  # a job from which all GPUs are hidden is not charged for them
     ], done.stderr

@@ -22,13 +22,14 @@ from torsh_distributed.green.power.gpu_limit import limit_gpus, restore_limits
 numbers, record = Path(sys.argv[1]), Path(sys.argv[2])
 limit = lambda: (numbers / "limit-0").read_text().strip()
 
-def attempt(watts, visible=""):
+def attempt(watts, visible=None):
     changed = limit_gpus(watts, visible=visible, record=record, note=print)
     print(changed, limit(), record.exists())
 
 attempt(900.0)
 (numbers / "busy-0").write_text("2")
 attempt(400.0)
+attempt(400.0, "")
 (numbers / "busy-0").write_text("0")
 (numbers / "locked").write_text("1")
 attempt(400.0)
@@ -51,10 +52,11 @@ def test_a_limit_is_refused_by_name_or_set_and_put_back_to_what_was_found(tmp_pa
     assert done.returncode == 0, done.stderr
     assert "gpu 0 takes limits from 200 to 700 W" in lines[0]
     assert "in use by 2 other processes" in lines[2]
-    assert "does not let this user change gpu 0" in lines[4]
-    assert [lines[at] for at in (1, 3, 5)] == ["False 650000 False"] * 3
-    assert "limited to 400 W; 650 W is put back" in lines[6]
-    assert lines[7:] == ["True 400000 True", "650000 False"]
+    assert "no GPU of NVIDIA's driver is here for this job" in lines[4]
+    assert "does not let this user change gpu 0" in lines[6]
+    assert [lines[at] for at in (1, 3, 5, 7)] == ["False 650000 False"] * 4
+    assert "limited to 400 W; 650 W is put back" in lines[8]
+    assert lines[9:] == ["True 400000 True", "650000 False"]
 
 
 def wait_for_limit(gpu: StandIn, limit_mw: int, timeout_s: float = 60.0) -> None:

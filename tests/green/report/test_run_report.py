@@ -51,6 +51,27 @@ def test_a_kilowatt_for_an_hour_is_a_kilowatt_hour_and_four_tenths_of_a_kilogram
     assert found.value("score") is None, "no samples were counted: nothing is put in their place"
 
 
+def test_a_renewable_share_is_of_the_time_for_which_the_feed_told_it() -> None:
+    """The last share had counted on for all that came after the feed was gone."""
+    view = metered()
+    last = {"g_per_kwh": 100.0, "source": "file", "zone": "GB", "signal": "average", "basis": "given"}
+    view.take(events.to_record(events.CarbonEvent(time=3600.0, renewable_share=1.0, **last)))
+    for minute in range(61, 121):
+        event = events.EnergyEvent(
+            time=60.0 * minute,
+            node=0,
+            meter="package-0",
+            source="rapl",
+            is_measured=True,
+            joules=60_000.0,
+            duration_s=60.0,
+        )
+        view.take(events.to_record(event))
+    found = run_report(view)
+    assert found.value("renewable_share") == pytest.approx(0.25)
+    assert found.value("ungraded_kwh") == pytest.approx(1.0)
+
+
 def test_the_building_multiplies_everything_once_and_offsets_are_taken_off() -> None:
     found = run_report(metered(), pue=1.5, offset_kg=0.1)
     assert found.value("total_kwh") == pytest.approx(1.5)

@@ -23,6 +23,7 @@ _WORKER = """
         while not os.path.exists(os.path.join(numbers, WATCHED)):
             time.sleep(0.01)
         if rank == 1:
+            wait_for(f"saw-{attempt}-0")  # a worker that is ended while it starts leaves nothing
             with open(os.path.join(numbers, name + ".new"), "w") as file:
                 file.write(number)
             os.rename(os.path.join(numbers, name + ".new"), os.path.join(numbers, name))

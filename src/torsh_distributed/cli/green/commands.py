@@ -97,7 +97,7 @@ def when(
     url: Annotated[str | None, typer.Option(help="Address of the feed instead of its own.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Most workers.")] = 1,
     efficiency: Annotated[float, typer.Option(min=0.01, max=1.0, help="What each further worker adds.")] = 0.9,
-    watts: Annotated[float, typer.Option(min=1.0, help="Power of a worker that trains.")] = 1000.0,
+    watts: Annotated[float, typer.Option(min=1.0, max=1e9, help="Power of a worker that trains.")] = 1000.0,
     idle_watts: Annotated[float, typer.Option(min=0.0, help="Power of one that waits and is held.")] = 0.0,
     renewable: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="List the times with a renewable share above this, too.")

@@ -183,12 +183,13 @@ def why_unusable(name: str) -> str:
 
 
 @functools.cache
-def probe_capabilities(backend: BackendType) -> BackendCapabilities:
+def probe_capabilities(backend: BackendType | str) -> BackendCapabilities:
     """Try every reduction on every dtype in a group of one rank, and a collective and a message between two.
 
     The two are threads of this process, so of nccl and MPI, which want a process for each, it stays unknown. Size
     limits are not looked for: that takes a tensor of the size.
     """
+    backend = BackendType.parse(backend)
     missing = why_unavailable(backend)
     if missing:
         return BackendCapabilities(backend=backend, is_available=False, reason=missing)

@@ -1,6 +1,6 @@
 """Where intensities come from: a file, Great Britain's grid operator, Electricity Maps, WattTime, a country's mean.
 
-A feed raises OSError if it cannot be reached and InvalidArgument if it answers something else. None invents a value.
+`series_of` asks one: OSError if it cannot be reached, InvalidArgument if it answers something else. None is invented.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import csv
 import difflib
+import http.client
 import io
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,10 +22,11 @@ from typing import Any, Protocol
 
 from torsh_distributed import known_variables
 from torsh_distributed.errors import InvalidArgument, first_line, missing_extra
-from torsh_distributed.green.carbon.intensity import Basis, Intensity, read_time
+from torsh_distributed.green.carbon.intensity import Basis, Intensity, IntensitySeries, read_time
 from torsh_distributed.green.meters.load_estimate import library_file
 
 _TIMEOUT_S = 10.0
+_WHOLE_ANSWER_S = 20.0
 _MAX_ANSWER_BYTES = 1 << 23
 _HALF_HOUR_S = 1800.0
 _HOUR_S = 3600.0
@@ -45,7 +48,20 @@ class CarbonFeed(Protocol):
     period_s: float
 
     def fetch(self, now: float) -> list[Intensity]:
-        """What it knows of now, and of the time ahead if it forecasts."""
+        """What it knows of now, and of the time ahead if it forecasts. A strange answer may end in a KeyError or so."""
+
+
+def series_of(feed: CarbonFeed, now: float) -> IntensitySeries:
+    """What a feed knows. Raises OSError if it cannot be reached, InvalidArgument if it answers something else."""
+    try:
+        return IntensitySeries(feed.fetch(now))
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(
+            f"the feed answered something else than intensities ({type(error).__name__}: {first_line(error)})",
+            hint="is this the address of such a feed?",
+        ) from error
 
 
 class FileFeed:
@@ -63,14 +79,14 @@ class FileFeed:
     def fetch(self, now: float) -> list[Intensity]:
         """The whole file."""
         try:
-            text = self._path.read_text(encoding="utf-8")
+            text = self._path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(
                 f"the file of intensities {self._path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}",
                 hint="give a CSV file with the columns time and g_per_kwh",
             ) from error
         with io.StringIO(text, newline="") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, skipinitialspace=True)
             if reader.fieldnames is None or not {"time", "g_per_kwh"} <= set(reader.fieldnames):
                 raise InvalidArgument(
                     "a file of intensities begins with the line time,g_per_kwh",
@@ -171,7 +187,7 @@ class NationalGridFeed:
                 continue
             basis: Basis = "measured" if actual is not None else "forecast"
             start, end = read_time(row["from"]), read_time(row["to"])
-            found.append(Intensity(float(value), start, end, "average", basis, "gb", "GB"))
+            found.append(Intensity(_number(value), start, end, "average", basis, "gb", "GB"))
         return found
 
 
@@ -205,11 +221,9 @@ class ElectricityMapsFeed:
 
     def _value(self, row: Mapping[str, Any], now: float) -> Intensity:
         start = read_time(str(row.get("datetime", "")))
-        value = row.get("carbonIntensity")
-        if not isinstance(value, int | float):
-            raise InvalidArgument("Electricity Maps answered no intensity", zone=self._zone, got=str(row)[:200])
+        value = _number(row.get("carbonIntensity"))
         basis: Basis = "forecast" if start > now or row.get("isEstimated") else "measured"
-        return Intensity(float(value), start, start + _HOUR_S, "average", basis, "electricity_maps", self._zone)
+        return Intensity(value, start, start + _HOUR_S, "average", basis, "electricity_maps", self._zone)
 
 
 class WattTimeFeed:
@@ -240,7 +254,7 @@ class WattTimeFeed:
         found = []
         for row in _rows(answer, "data", self._url):
             start = read_time(str(row["point_time"]))
-            value = float(row["value"]) * _G_PER_KWH_OF_LB_PER_MWH
+            value = _number(row["value"]) * _G_PER_KWH_OF_LB_PER_MWH
             found.append(Intensity(value, start, start + period_s, "marginal", "forecast", "watttime", self._zone))
         return found
 
@@ -252,7 +266,7 @@ def ask(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     request = urllib.request.Request(url, headers={"Accept": "application/json", **(headers or {})})  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - checked above
-            body = answer.read(_MAX_ANSWER_BYTES)
+            body = _body(answer, time.monotonic() + _WHOLE_ANSWER_S)
     except urllib.error.HTTPError as error:
         with error:
             told = error.read(300).decode(errors="replace")
@@ -264,13 +278,35 @@ def ask(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         raise OSError(f"the feed answers {error.code}: {told}") from None
     except urllib.error.URLError as error:
         raise OSError(f"the feed cannot be reached: {error.reason}") from None
+    except ConnectionError:  # one of them is an HTTPException too
+        raise
+    except http.client.HTTPException as error:
+        raise OSError(f"the feed does not speak HTTP: {error!r}") from None
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidArgument("the feed answered something that is not JSON", got=repr(body[:60])) from None
     if not isinstance(found, dict):
         raise InvalidArgument("the feed answered something else", got=repr(body[:60]))
     return found
+
+
+def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """All of an answer; raises TimeoutError if it comes in drops."""
+    parts, left = list[bytes](), _MAX_ANSWER_BYTES
+    while left > 0 and (part := answer.read1(left)):
+        parts.append(part)
+        left -= len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the feed answers too slowly")
+    return b"".join(parts)
+
+
+def _number(value: object) -> float:
+    """A number of an answer; raises TypeError for anything else: `true` is no gram."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:60]!r} is no intensity")
+    return float(value)
 
 
 def _rows(answer: Mapping[str, Any], name: str, url: str) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Self
 
 from torsh_distributed import events
 from torsh_distributed.errors import TorshError
-from torsh_distributed.green.carbon.feeds import CarbonFeed
+from torsh_distributed.green.carbon.feeds import CarbonFeed, series_of
 from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries
 
 _FIRST_RETRY_S = 10.0
@@ -49,22 +49,23 @@ class GridWatch:
                 delay_s = _FIRST_RETRY_S
                 wait_s = min(self._feed.period_s, 24 * 3600.0)
             else:
-                wait_s, delay_s = delay_s, min(2 * delay_s, _MOST_RETRY_S)
+                wait_s, delay_s = min(delay_s, self._feed.period_s), min(2 * delay_s, _MOST_RETRY_S)
             self._has_asked.set()
             self._closing.wait(wait_s)
 
     def _ask(self) -> bool:
-        """Ask once; whether there was an answer."""
+        """Ask once; whether it has an answer for now."""
+        now = time.time()
         try:
-            found = IntensitySeries(self._feed.fetch(time.time()))
+            found = series_of(self._feed, now)
         except TorshError as error:
             return self._trouble(f"{error.message} ({error.hint})" if error.hint else error.message)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except OSError as error:
             return self._trouble(str(error) or type(error).__name__)
         if found.num_absurd:
             self._trouble(f"{found.num_absurd} values of the feed cannot be true and are left out")
         self._series = found
-        return bool(found.values) or self._trouble("the feed has no value")
+        return found.at(now) is not None or self._trouble(f"the feed has none for now; it has {found.span()}")
 
     def _trouble(self, text: str) -> bool:
         if text != self._told:

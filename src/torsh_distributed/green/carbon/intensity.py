@@ -65,6 +65,11 @@ class IntensitySeries:
         age_s = found.age_s(time)
         return found if age_s is None or age_s <= USELESS_S else None
 
+    def span(self) -> str:
+        """What it is about, for people."""
+        times = [moment for one in self.values for moment in (one.start, one.end) if moment is not None]
+        return f"values from {show_time(min(times))} to {show_time(max(times))}" if times else "no value at all"
+
     def between(self, begin: float, end: float) -> list[Intensity]:
         """Those whose period touches it."""
         return [
@@ -74,10 +79,17 @@ class IntensitySeries:
         ]
 
 
+def show_time(moment: float) -> str:
+    """As `read_time` takes it."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%MZ")
+
+
 def read_time(text: str) -> float:
     """Seconds since the epoch of an ISO 8601 time; one without a zone is UTC."""
     try:
         found = datetime.fromisoformat(text.strip())
+        if not 1 < found.year < 9999:  # its seconds may be no date again
+            raise ValueError
     except ValueError:
         raise InvalidArgument("this is not a time", hint="write 2026-11-18T16:00Z", got=text[:60]) from None
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()

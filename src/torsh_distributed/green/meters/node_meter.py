@@ -39,13 +39,14 @@ class NodeMeter:
         ranks: Sequence[int],
         *,
         now_s: float,
-        visible_gpus: str = "",
+        visible_gpus: str | None = None,
         full_w: float | None = None,
         powercap: Path = POWERCAP,
         hwmon: Path = HWMON,
         root_pid: int | None = None,
     ) -> None:
-        """Processes that descend from `root_pid` are the job's; None stands for those of this process."""
+        """`visible_gpus` is CUDA_VISIBLE_DEVICES of the job. Processes that descend from `root_pid` are the job's; None
+        stands for those of this process."""
         self.notes: list[str] = []
         self._meters: list[CounterMeter | LoadEstimate] = []
         everyone = tuple(ranks)
@@ -77,7 +78,7 @@ class NodeMeter:
             opened = [estimate]
         self._meters += opened
 
-    def _gpus(self, visible: str) -> list[EnergyCounter]:
+    def _gpus(self, visible: str | None) -> list[EnergyCounter]:
         try:
             return gpu_counters(visible)
         except FeatureNotAvailable as error:

@@ -24,12 +24,12 @@ def restoring_command(record: Path) -> list[str]:
     return [sys.executable, "-m", __name__, str(record)]
 
 
-def limit_gpus(limit_w: float, *, visible: str, record: Path, note: Note) -> bool:
+def limit_gpus(limit_w: float, *, visible: str | None, record: Path, note: Note) -> bool:
     """Set the limit of the GPUs that `visible` names; whether any was changed. What is refused is noted, by name."""
     handles = open_gpus()
     chosen = [(index, handles[index]) for index in chosen_gpus(handles, visible)]
     if not chosen:
-        note("green.gpu_limit_w is refused: no GPU of NVIDIA's driver is here")
+        note("green.gpu_limit_w is refused: no GPU of NVIDIA's driver is here for this job")
         return False
     import pynvml as nvml
 

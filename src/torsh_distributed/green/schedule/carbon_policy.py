@@ -106,6 +106,10 @@ class CarbonPolicy:
             slots, _ = slots_ahead(series, now=now, until=until)
         except InvalidArgument as error:
             return self._train(f"no forecast: {error.message}")
+        if not speed.has_waited:
+            # A job that never waited has not shown what that takes. To assume what it takes at its least while it
+            # trains would rule out every hold, and only a hold can tell: the first one counts as free, and is measured.
+            job = replace(job, idle_w=0.0)
         weighed, note = _weighed(slots, self._config.strategy)
         plan = allocate(job, weighed)
         at_once = run_now(job, slots)

@@ -31,7 +31,9 @@ class JobSpeed:
     busy_w: float | None = None
     """Of the whole job while all that may work do, by what was measured last."""
     idle_w: float | None = None
-    """Of the whole job at its least."""
+    """Of the whole job at its least; more than it takes while it waits, unless it `has_waited`."""
+    has_waited: bool = False
+    """Whether its power was measured in a hold."""
     _newest: dict[int, deque[float]] = field(default_factory=dict)
 
     def take_step(self, *, step: int, step_s: float, workers: int) -> None:
@@ -44,10 +46,11 @@ class JobSpeed:
         if len(kept) >= _LEAST_STEPS:
             self.rates[workers] = 1.0 / statistics.median(kept)
 
-    def take_power(self, watts: float, *, workers: int) -> None:
-        """The power of all nodes over an interval, while that many workers trained; 0 while none did."""
+    def take_power(self, watts: float, *, workers: int | None) -> None:
+        """The power of all nodes over an interval, while that many workers trained; 0 in a hold, None at the start."""
         if watts <= 0:
             return
+        self.has_waited |= workers == 0
         self.idle_w = watts if self.idle_w is None else min(self.idle_w, watts)
         if workers:
             whole = self.idle_w + max(0.0, watts - self.idle_w) * self.max_workers / workers
@@ -103,6 +106,7 @@ class JobSpeed:
             "rates": {str(workers): rate for workers, rate in self.rates.items()},
             "busy_w": self.busy_w,
             "idle_w": self.idle_w,
+            "has_waited": self.has_waited,
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -114,3 +118,4 @@ class JobSpeed:
         self.total_steps = None if total is None else int(total)
         self.busy_w = None if busy_w is None else float(busy_w)
         self.idle_w = None if idle_w is None else float(idle_w)
+        self.has_waited = bool(kept.get("has_waited"))  # an earlier version did not keep it

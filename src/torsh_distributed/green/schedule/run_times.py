@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Literal
 
 from torsh_distributed.errors import CommunicationError, InvalidArgument, TorshError, first_line
-from torsh_distributed.green.carbon.feeds import CarbonFeed
-from torsh_distributed.green.carbon.intensity import Intensity, IntensitySeries, read_time
+from torsh_distributed.green.carbon.feeds import CarbonFeed, series_of
+from torsh_distributed.green.carbon.intensity import Intensity, read_time, show_time
 from torsh_distributed.green.schedule.allocation import JobShape, TimeSlot, WorkerSchedule, allocate, run_now
 from torsh_distributed.green.schedule.forecast import slots_ahead
 
@@ -19,6 +18,7 @@ ScheduleAction = Literal["train", "reduce", "hold", "defer"]
 """What to do now: with all workers, with fewer, with none and go on later, or not begin yet."""
 
 _SHOWN_WINDOWS = 3
+_MOST_S = 10 * 366 * 86400.0
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -28,6 +28,8 @@ def read_deadline(text: str, *, now: float) -> float:
     found = now + float(span[1]) * _UNITS_S[span[2]] if span else read_time(text)
     if found <= now:
         raise InvalidArgument("the deadline is in the past", hint="give one ahead, such as 96h", got=text[:60])
+    if found > now + _MOST_S:
+        raise InvalidArgument("the deadline is more than ten years ahead", hint="give one such as 96h", got=text[:60])
     return found
 
 
@@ -133,7 +135,7 @@ def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float, rene
     """The plan with the least CO2 that is done by `until`; raises InvalidArgument if none is, CommunicationError if
     the feed does not answer."""
     try:
-        series = IntensitySeries(feed.fetch(now))
+        series = series_of(feed, now)
     except OSError as error:
         if isinstance(error, TorshError):
             raise
@@ -143,7 +145,10 @@ def recommend(job: JobShape, feed: CarbonFeed, *, now: float, until: float, rene
     current = series.at(now)
     if current is None:
         absurd = f"; left out as impossible: {series.num_absurd}" if series.num_absurd else ""
-        raise InvalidArgument(f"the feed has no intensity for now{absurd}", hint="is the file or the feed up to date?")
+        raise InvalidArgument(
+            f"the feed has no intensity for now; it has {series.span()}{absurd}",
+            hint="is the file or the feed up to date?",
+        )
     slots, known_until = slots_ahead(series, now=now, until=until)
     at_once = run_now(job, slots)
     if at_once.done_at is None:
@@ -186,4 +191,4 @@ def _workers(number: int) -> str:
 
 
 def _clock(time: float | None) -> str | None:
-    return None if time is None else datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%MZ")
+    return None if time is None else show_time(time)

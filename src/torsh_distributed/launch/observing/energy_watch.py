@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torsh_distributed import upward
 from torsh_distributed.events import AlertEvent, EnergyEvent, emit, to_record
@@ -20,6 +20,7 @@ from torsh_distributed.events.recorded import event_of
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.observing.node_gpus import VISIBLE
 from torsh_distributed.launch.spec import JobSpec
 from torsh_distributed.observe.metrics.step_record import unpack_steps
 
@@ -80,7 +81,7 @@ class EnergyWatch:
             )
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
-        visible = spec.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        visible = {**os.environ, **spec.env}.get(VISIBLE)
         self._meter = upward.load(upward.JOB_METER)(
             config,
             ranks=[place.rank for place in spec.places()],
@@ -90,6 +91,8 @@ class EnergyWatch:
             control=self._control,
         )
         self._is_spent = False
+        self._pauses: dict[Literal["cap", "budget"], float] = {"cap": 0.0, "budget": 0.0}
+        """What asks for pauses, as multiples of a step: the longest one counts."""
         self._limits = directory / "gpu-limits.json"
         if config.gpu_limit_w is not None:
             # Said to the guardian first: it restores if this process is killed at any later moment.
@@ -124,7 +127,7 @@ class EnergyWatch:
             if record["type"] == "note":
                 self._note(record["text"])
             elif record["type"] == "pace":
-                self._pace(record["pause_share"])
+                self.pause("cap", record["pause_share"])
             elif record["type"] == "workers":
                 self._want(record["workers"], record["reason"], record["longest_s"])
             else:
@@ -161,8 +164,14 @@ class EnergyWatch:
             self._is_spent = action == "stop"
             if action == "stop":
                 self._stop()
-            elif action == "slow":
-                self._pace(1.0)
+        self.pause("budget", float(self._control.is_slowing))
+
+    def pause(self, what: Literal["cap", "budget"], share: float) -> None:
+        """Something asks for pauses, or for none any more; workers hear of the longest."""
+        before = max(self._pauses.values())
+        self._pauses[what] = share
+        if max(self._pauses.values()) != before:
+            self._pace(max(self._pauses.values()))
 
     def _take_report(self, message: dict[str, Any]) -> None:
         """A rank of this node, on node 0 of any, reports its steps, and may tell its epoch."""
@@ -192,6 +201,7 @@ class EnergyWatch:
         self._epoch = epoch
         if self._control is not None:
             self._control.begin_epoch(epoch)
+            self.pause("budget", float(self._control.is_slowing))
 
     def _note(self, text: str) -> None:
         self._output.say(f"energy: {text}")

@@ -208,7 +208,7 @@ class GpuWatch:
         handles = open_gpus()
         if not handles:
             return []
-        chosen = chosen_gpus(handles, self._visible or "")
+        chosen = chosen_gpus(handles, self._visible)
         gpus = [_Gpu(index, handles[index]) for index in chosen]
         if "MIG-" in (self._visible or "") or not all(gpu.uuid for gpu in gpus):
             return []  # slices of GPUs cannot be told apart

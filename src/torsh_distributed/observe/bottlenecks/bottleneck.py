@@ -191,7 +191,8 @@ def _bottlenecks(found: RunAnalysis, every: Sequence[RecordedStep]) -> Iterator[
             share=share("other"),
             seconds=found.parts["other"],
             confidence=confidence("other"),
-            evidence=f"{found.parts['other'] * 1e3:.1f} ms a step between the phases: logging, evaluation, saving",
+            evidence=f"{found.parts['other'] * 1e3:.1f} ms a step between the phases: logging, evaluation, saving, or "
+            "pauses under a cap on power",
         )
     yield from _of_idleness(found)
 

@@ -168,7 +168,8 @@ class EnergyAccount:
             epoch.ungraded_j += event.joules if event.g_per_kwh is None else 0.0
         for rank in event.ranks:
             self._by_rank[rank] = self._by_rank.get(rank, 0.0) + event.joules / len(event.ranks)
-        share = None if self.carbon is None else self.carbon.renewable_share
+        # Without an intensity the feed knows nothing of this time: its last share is of another.
+        share = self.carbon.renewable_share if self.carbon is not None and event.g_per_kwh is not None else None
         self.trend.add(event.time, event.duration_s, event.joules, g_per_kwh=event.g_per_kwh, renewable_share=share)
         if event.g_per_kwh is None:
             self._ungraded_j += event.joules

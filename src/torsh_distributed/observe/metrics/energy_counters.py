@@ -155,8 +155,8 @@ class GpuCounter:
         return float(counted) / 1e3
 
 
-def gpu_counters(visible: str = "") -> list[EnergyCounter]:
-    """Of the GPUs that `visible`, as CUDA_VISIBLE_DEVICES has them, names; in that order, of all if it is empty.
+def gpu_counters(visible: str | None = None) -> list[EnergyCounter]:
+    """Of the GPUs that `visible`, as CUDA_VISIBLE_DEVICES has them, names; in that order, of all if it is None.
 
     A GPU that counts no energy is integrated from its power; one that tells neither is left out. A MIG slice has no
     counter of its own: its GPU's is taken. Raises FeatureNotAvailable where there is a driver and not the package.
@@ -174,7 +174,7 @@ def gpu_counters(visible: str = "") -> list[EnergyCounter]:
     return found
 
 
-def processes_on_gpus(visible: str = "") -> dict[str, int]:
+def processes_on_gpus(visible: str | None = None) -> dict[str, int]:
     """How many processes compute on each of these GPUs now, by the name of its counter; of those that have any."""
     import importlib.util
 
@@ -209,9 +209,9 @@ def _gpu_counter(index: int, handle: Any) -> EnergyCounter | None:
     return IntegratedPower(f"gpu {index}", "nvml", read_w, max_w=max_w)
 
 
-def chosen_gpus(handles: dict[int, Any], visible: str) -> list[int]:
-    """Indices of the driver: a name of CUDA's may be an index, or the beginning of a UUID."""
-    if not visible.strip():
+def chosen_gpus(handles: dict[int, Any], visible: str | None) -> list[int]:
+    """Indices of the driver: a name of CUDA's may be an index, or the beginning of a UUID. An empty list hides all."""
+    if visible is None:
         return list(handles)
     import pynvml as nvml
 

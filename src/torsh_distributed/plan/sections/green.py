@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Literal
 
 from pydantic import Field
@@ -124,9 +126,19 @@ class GreenConfig(Section):
             yield Problem(
                 "deadline", f'green.strategy = "{self.strategy}" needs green.deadline', 'set "96h", or a time'
             )
+        elif not _is_deadline(self.deadline):
+            told = f"green.deadline is a time or how long from the first start, not {self.deadline[:60]!r}"
+            yield Problem("deadline", told, 'set "96h", "4d", "90m", or a time such as "2026-11-20T18:00Z"')
         if self.carbon in ("none", "fixed", "country") and self.strategy != "minimize_energy":
             told = f'green.strategy = "{self.strategy}" needs a feed whose values change with time'
             yield Problem("carbon", told, "set green.carbon to file, gb, electricity_maps or watttime")
         if self.renewable_hold > self.renewable_train:
             told = "green.renewable_hold is at most green.renewable_train"
             yield Problem("renewable_hold", told, "leave both at their defaults of 0.2 and 0.5")
+
+
+def _is_deadline(text: str) -> bool:
+    try:
+        return bool(re.fullmatch(r"\d+(\.\d+)?[mhd]", text.strip()) or datetime.fromisoformat(text.strip()))
+    except ValueError:
+        return False

@@ -50,7 +50,7 @@ def record_energy(config: GreenConfig, place: Environment) -> None:
         config,
         ranks=[place.rank + number for number in range(num_local)],
         node=place.node_rank or 0,
-        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         send=_record,
         # The other ranks of the node descend from what started this one.
         root_pid=os.getppid() if num_local > 1 else os.getpid(),
