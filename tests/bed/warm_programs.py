@@ -40,6 +40,7 @@ COMMANDS = (
     "torsh_distributed.run",
     "torsh_distributed.cli.entry_point",
     "torsh_distributed.federated.simulation.client_processes",
+    "tests.attacks.forging.hunt",
 )
 """What is forked if it is started by `python -m`."""
 _MAX_BYTES = 1 << 20
