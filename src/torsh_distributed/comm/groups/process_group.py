@@ -31,7 +31,7 @@ from torsh_distributed.comm.groups.abort import (
 from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_device
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
-from torsh_distributed.comm.meeting.store_meeting import wait_for_keys
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, wait_for_keys
 from torsh_distributed.comm.torch_internals import _set_pg_timeout
 from torsh_distributed.comm.torch_internals import _world as torch_world
 from torsh_distributed.comm.trust.job_tls import require_encryption
@@ -126,10 +126,18 @@ def start_world(
             has_gpu=torch.cuda.device_count() > 0,
             unusable_backends={name: reason for name in candidates if fallback and (reason := why_unusable(name))},
         )
-    taken = _first_usable(candidates, roster)
-    chosen = choose_backend(taken, device_type="cuda" if roster.has_gpu_each else "cpu")
+    try:
+        taken = _first_usable(candidates, roster)
+        chosen = choose_backend(taken, device_type="cuda" if roster.has_gpu_each else "cpu")
+        if not roster.shares_loopback:
+            require_encryption(chosen)
+    except TorshError:
+        # All ranks refuse alike. Rank 0 may host the store, and stays until the others have read the roster.
+        StoreMeeting(
+            prefixed, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="init_process_group"
+        ).leave()
+        raise
     if not roster.shares_loopback:
-        require_encryption(chosen)
         _warn_of_clock(roster, rank)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
