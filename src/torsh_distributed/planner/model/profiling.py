@@ -300,7 +300,7 @@ def _trace(
 
 
 def _noting(run: _Run, name: str) -> Callable[..., None]:
-    def note(*_: Any) -> None:
+    def note(*_: object) -> None:
         (run.called_after if run.calls else run.called_before).add(name)
 
     return note
