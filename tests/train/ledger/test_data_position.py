@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.bed.world import World
@@ -23,7 +31,12 @@ from torsh_distributed.train.ledger.data_position import (
     END_OF_DATA,
     SeededSamples,
     begin_epoch,
+    describe_data,
+    describe_loader,
+    length_of,
     positioned,
+    require_same_data,
+    require_same_order,
     with_positions,
 )
 
@@ -228,6 +241,71 @@ def test_a_sample_depends_on_seed_epoch_and_itself() -> None:
     assert torch.equal(data[5], first)
     assert not torch.equal(SeededSamples(Noisy(), seed=1, epoch=3)[5], first)
     assert data.name == "of the user"
+
+
+class Seeds(Dataset[tuple[int, int]]):
+    """The seeds of torch's and NumPy's generators while a sample is made."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return torch.initial_seed(), int(np.random.get_state()[1][0])
+
+
+def test_the_seeds_of_a_sample_are_those_of_every_version() -> None:
+    """A run that goes on under a later version makes the same samples."""
+    seed = ((2**40 * 1_000_003 + 3) * 1_000_003 + 5) % 2**63
+    assert SeededSamples(Seeds(), seed=2**40, epoch=3)[5] == (seed, seed % 2**32)
+
+
+class Marked(Numbers):
+    fingerprint: Any = "of its files"
+
+
+class MarkedByNumber(Numbers):
+    _fingerprint = 17
+
+
+class MarkedByAMethod(Numbers):
+    def fingerprint(self) -> str:
+        return "nobody calls it"
+
+
+NOT_MARKED = {"fingerprint": None}
+BY_INDEX = {"samples": 10, "order": "SequentialSampler"}
+OF_FOUR = {"loader": "DataLoader", "batch size": 4, "drop_last": False}
+
+
+@pytest.mark.parametrize(
+    ("loader", "data", "form"),
+    [
+        (DataLoader(Numbers(), batch_size=4), {**NOT_MARKED, **BY_INDEX}, OF_FOUR),
+        (DataLoader(Marked(), batch_size=4), {"fingerprint": "of its files", **BY_INDEX}, OF_FOUR),
+        (DataLoader(MarkedByNumber(), batch_size=4), {"fingerprint": "17", **BY_INDEX}, OF_FOUR),
+        (DataLoader(MarkedByAMethod(), batch_size=4), {**NOT_MARKED, **BY_INDEX}, OF_FOUR),
+        (
+            DataLoader(Numbers(), batch_size=4, shuffle=True),
+            {**NOT_MARKED, "samples": 10, "order": "RandomSampler, training.seed 7"},
+            OF_FOUR,
+        ),
+        (
+            DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 5, drop_last=True)),
+            {**NOT_MARKED, "samples": 10, "order": "BatchSampler"},
+            {"loader": "DataLoader", "batch size": None, "drop_last": False},
+        ),
+        (DataLoader(Counting(), batch_size=4), NOT_MARKED, OF_FOUR),
+        (Counting(), {**NOT_MARKED, "batch size": None}, {"loader": "Counting"}),
+        ([1, 2, 3], NOT_MARKED, {"loader": "list", "batches": 3}),
+        (iter([1]), NOT_MARKED, {"loader": "list_iterator"}),
+    ],
+)
+def test_data_and_loader_are_described_by_what_tells_them_from_others(loader: Any, data: Any, form: Any) -> None:
+    assert describe_data(loader, seed=7) == data
+    assert describe_loader(loader, seed=7) == {**data, **form}
+
+
+def test_a_process_alone_has_nobody_to_compare_with() -> None:
+    require_same_data({"samples": 1})
+    require_same_order([[0]], DataLoader(Numbers()), epoch=0)
+    assert length_of(iter([])) is None
 
 
 def test_seeds_are_not_passed_over_by_what_else_the_dataset_can_do() -> None:
