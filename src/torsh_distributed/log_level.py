@@ -29,7 +29,7 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # gene
 def set_log_level(environ: Mapping[str, str], *, default: str = "") -> None:
     """Follow TORSH_LOG for the loggers of this library, or `default` without it; other loggers are the program's.
 
-    Without both nothing changes: Python shows warnings. Raises ConfigurationError for a word that is no level.
+    Without both nothing changes: Python shows warnings. Raises ConfigurationError for a word that is not a level.
     """
     text = environ.get(VARIABLE, "").strip() or default
     if not text:

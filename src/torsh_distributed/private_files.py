@@ -18,7 +18,7 @@ _MAX_SECRET_BYTES = 4096
 def open_private(path: str | Path, flags: int) -> int:
     """A descriptor of the file at `path`, created for this user alone if it is not there; `flags` as for os.open.
 
-    Raises OSError for a link, for a file of another user, for one with a second name, and for what is no file.
+    Raises OSError for a link, for a file of another user, for one with a second name, and for what is not a file.
     """
     # Non-blocking: opening a pipe that nobody reads would wait for ever. It means nothing to a regular file.
     safely = flags & ~os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -42,6 +42,6 @@ def shown(line: str) -> str:
 
 def _written(found: re.Match[str]) -> str:
     code = ord(found[0])
-    if 0xDC80 <= code <= 0xDC9F:  # a byte that is no UTF-8: a control character to some terminals
+    if 0xDC80 <= code <= 0xDC9F:  # a byte that is not UTF-8: a control character to some terminals
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

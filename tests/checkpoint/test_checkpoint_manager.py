@@ -141,6 +141,14 @@ def test_old_ones_go_and_the_best_and_every_fifth_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".step")) == []
 
 
+def test_a_state_is_saved_if_its_metric_is_the_lowest_so_far(tmp_path: Path) -> None:
+    with CheckpointManager(CheckpointConfig(dir=str(tmp_path), keep=9)) as manager:
+        for step, metric in enumerate([3.0, 2.0, 2.5, 1.0], 1):
+            assert manager.save_if_best(step, {"x": torch.zeros(2)}, metric) == (step != 3)
+        manager.wait()
+        assert [one.step for one in manager.list()] == [4, 2, 1]
+
+
 def test_the_newest_whole_one_is_loaded_and_the_damaged_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):

@@ -18,7 +18,7 @@ def test_a_duration_is_seconds(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1:2", "inf", "nan"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="is no duration"):
+    with pytest.raises(InvalidArgument, match="is not a duration"):
         parse_duration(text)
 
 
@@ -32,5 +32,5 @@ def test_memory_is_bytes() -> None:
     sizes = {"8G": 8 * 2**30, "512M": 2**29, "1.5k": 1536, "100": 100, "2GiB": 2**31, "1TB": 2**40}
     assert {text: parse_memory(text) for text in sizes} == sizes
     for text in ("", "G", "-1G", "8X", "0", "9" * 400, "99999999T"):
-        with pytest.raises(InvalidArgument, match="is no amount of memory"):
+        with pytest.raises(InvalidArgument, match="is not an amount of memory"):
             parse_memory(text)

@@ -131,7 +131,7 @@ def test_a_resume_goes_on_with_the_number_and_the_records() -> None:
 
 @pytest.mark.parametrize(("method", "adapt"), [("int8", "aggressive"), ("none", "loss_aware"), ("auto", "loss_aware")])
 def test_a_plan_without_a_number_to_adapt_is_refused(method: str, adapt: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"compress\.adapt.*: \w+ (has no number|is no method)"):
+    with pytest.raises(ConfigurationError, match=r"compress\.adapt.*: \w+ (has no number|is not a method)"):
         Plan(compress={"method": method, "adapt": adapt})
 
 

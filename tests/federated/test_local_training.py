@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.federated.small_task import SmallTask
+from tests.federated.small_task import Points, SmallTask
 from torsh_distributed.federated.local_training import LocalWork, train_client
 from torsh_distributed.federated.model_vector import ModelVector
 
@@ -40,3 +43,21 @@ def test_a_training_that_begins_and_ends_during_a_step_of_another_changes_nothin
     assert found
     for delta in found:
         torch.testing.assert_close(delta, expected, rtol=0, atol=0)
+
+
+class EpochsTask(SmallTask):
+    """A new optimizer for each epoch, as many loops have."""
+
+    def train(self, model: nn.Module, data: Points, epochs: int) -> Mapping[str, float]:
+        for _ in range(epochs):
+            figures = super().train(model, data, 1)
+        return figures
+
+
+def test_an_optimizer_for_each_epoch_begins_without_momentum_in_fednovas_account_too() -> None:
+    task = EpochsTask(rate=0.1, momentum=0.6)
+    replica = ModelVector(task.model())
+    work = LocalWork(round=0, client="c", epochs=3, seed=1, wants_step_norm=True)
+    update, _ = train_client(task, replica, replica.read(), task.partition(2)[1], work, {})
+    assert update.num_steps == 6
+    assert math.isclose(update.step_norm, 0.1 * 3 * (1 + 1.6), rel_tol=1e-9)

@@ -79,10 +79,20 @@ def test_the_first_hold_measures_what_waiting_takes() -> None:
         assert decided is not None
         return decided[0].action
 
-    dirty = grid(500.0, 50.0)
-    assert read(300.0, 1.0, grid(300.0, 300.0)) == "train"
-    found.take_steps(steps=[(step, 1.0) for step in range(1, 5)], total_steps=1000, workers=2)
-    assert {read(300.0, now, grid(300.0, 300.0)) for now in (2.0, 3.0, 4.0, 5.0)} == {"train"}
+    def steps(*numbers: int) -> None:
+        found.take_steps(steps=[(step, 1.0) for step in numbers], total_steps=1000, workers=2)
+
+    even, dirty = grid(300.0, 300.0), grid(500.0, 50.0)
+    assert read(300.0, 1.0, even) == "train"
+    steps(1, 2, 3, 4)
+    assert {read(300.0, now, even) for now in (2.0, 3.0, 4.0, 5.0)} == {"train"}
     assert [read(300.0, now, dirty) for now in (6.0, 7.0)] == ["train", "hold"], "there was no idle moment before"
-    assert [read(290.0, now, dirty) for now in (8.0, 9.0, 10.0, 11.0)][-1] == "train", "it takes as much as training"
-    assert [read(300.0, now, dirty) for now in (12.0, 13.0, 14.0)][-1] == "train"
+    for now in range(8, 14):
+        assert read(280.0, now, dirty) == "hold"
+        steps(now)  # told late: the powers before it are not those of a job that waits
+    for now in range(14, 18):
+        steps()
+        last = read(290.0, now, dirty)
+    assert last == "train", "waiting takes as much as training"
+    steps(18)
+    assert [read(300.0, now, dirty) for now in (18.0, 19.0, 20.0)][-1] == "train"

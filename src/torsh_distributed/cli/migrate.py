@@ -40,7 +40,7 @@ def config(
     file: Annotated[Path, typer.Argument(help="A config of another library, such as ds_config.json.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
     kind: Annotated[
-        str | None, typer.Option("--from", metavar="LIBRARY", help="Whose config it is; else it is found out.")
+        str | None, typer.Option("--from", metavar="LIBRARY", help="Whose config it is. Default: found from its keys.")
     ] = None,
     world: Annotated[
         int | None, typer.Option("--world", min=1, metavar="N", help="Ranks that the plan is for.")
@@ -128,7 +128,9 @@ def checkpoint(
         str | None,
         typer.Option("--weights", metavar="FORMAT", help="Write the weights alone: safetensors or bin (torch.save)."),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of --weights: fp32, bf16, fp16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Format of --weights: fp32, bf16, fp16.")
+    ] = "fp32",
     inert: Annotated[
         list[str] | None,
         typer.Option("--inert", metavar="CLASS", help="A class that the files may name; read as a record. Repeatable."),

@@ -171,7 +171,7 @@ class MpiEngine(ClusterEngine):
         launcher = which_launcher(program)
         command = rank_command(submission)
         if launcher is MpiLauncher.MPICH and self._is_on_hosts:
-            # MPICH 5's -genvlist does not bring this one to other hosts; where to meet is no secret.
+            # MPICH 5's -genvlist does not bring this one to other hosts; where to meet is not a secret.
             command = ["env", f"MASTER_PORT={env['MASTER_PORT']}", *command]
         return mpiexec_command(program, launcher, submission, self._options, command=command, variables=env)
 

@@ -18,7 +18,7 @@ def parse_memory(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _FACTORS[match[2].upper()] if match is not None else 0.0
     if not 1 <= size < 2**63:
-        raise InvalidArgument(f"{text!r} is no amount of memory", hint="write it like 8G, 512M or 1.5T")
+        raise InvalidArgument(f"{text!r} is not an amount of memory", hint="write it like 8G, 512M or 1.5T")
     return int(size)
 
 
@@ -41,7 +41,7 @@ def parse_duration(text: str) -> float:
         value = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not 0 < value < float("inf"):
         raise InvalidArgument(
-            f"{text!r} is no duration", hint="a positive number of seconds, or like 90s, 15m, 12h, 2d, 12:00:00"
+            f"{text!r} is not a duration", hint="a positive number of seconds, or like 90s, 15m, 12h, 2d, 12:00:00"
         )
     return value
 

@@ -18,7 +18,7 @@ _LAST_TIME = 253_402_300_799.0
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """The events of a file; lines that are none, as a crash or somebody else's hand leaves them, are passed over."""
+    """The events of a file; other lines, such as one that a crash cut off, are skipped."""
     if not path.is_file():  # a pipe would be waited for
         return
     with path.open("rb") as lines:
@@ -29,7 +29,7 @@ def events_in(path: Path) -> Iterator[Event]:
 
 
 def record_in(line: bytes) -> Any:
-    """The JSON value of a line; None if it is none."""
+    """The JSON value of a line; None if it is not one."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -37,7 +37,7 @@ def record_in(line: bytes) -> Any:
 
 
 def event_of(record: Any) -> Event | None:
-    """The event of a line of a file; None if it is none that this version knows, or a value does not fit its field."""
+    """The event of a line of a file; None if this version does not know it, or a value does not fit its field."""
     if not isinstance(record, Mapping):
         return None
     kind = event_types().get(str(record.get("type")))
@@ -74,7 +74,7 @@ def _fits(name: str, value: Any, annotation: str) -> bool:
     if isinstance(value, Mapping):
         return "dict[str, " in annotation and all(_is_number(one, annotation) for one in value.values())
     if "tuple[" in annotation or "dict[" in annotation:
-        return False  # one number is no row of numbers
+        return False  # one number is not a row of numbers
     if isinstance(value, bool):
         return "bool" in annotation
     if isinstance(value, str):

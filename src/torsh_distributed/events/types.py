@@ -462,7 +462,7 @@ class SuggestionEvent(Event):
     evidence: str
     """What was measured, and where."""
     plan_change: str = ""
-    """The change as text of a plan; empty if it is none of a plan."""
+    """The change as text of a plan; empty if it does not change a plan."""
     gain: float | None = None
     """The share of `part` that it saves: at least, or at most if `is_bound`."""
     gain_s: float | None = None

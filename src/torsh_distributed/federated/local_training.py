@@ -109,9 +109,12 @@ def train_client(
     with _corrected_steps(replica, start, work, own_control) as steps:
         figures = task.train(replica.model, data, work.epochs) or {}
     num_samples = task.num_samples(data)  # an aggregator knows it once its own clients have answered
-    delta = replica.read() - start
+    reached = replica.read()
+    delta = (reached - start).masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
+    num_trained, num_parameters = replica.num_trained, replica.num_parameters
     if work.local_clip is not None:
-        delta = noised(clipped(delta, work.local_clip)[0], work.local_noise_std).to(delta.dtype)
+        trained = noised(clipped(delta, work.local_clip)[0][:num_trained], work.local_noise_std).to(delta.dtype)
+        delta = torch.cat([trained, delta[num_trained:]])
     if work.secure is not None:
         delta, num_samples = work.secure.on_grid(delta), work.secure.weight(num_samples)
     update = ClientUpdate(
@@ -139,8 +142,13 @@ def train_client(
         update.extras[CONTROL] = new_state[CONTROL] - own_control
     if work.upload != WHOLE:
         whole = delta + state[RESIDUAL] if work.error_feedback and RESIDUAL in state else delta
-        update.message = encoded(work.upload, whole, work.codec_seed)
-        update.delta = decoded(work.upload, update.message, whole, work.codec_seed)
+        if bool(delta[num_trained:num_parameters].any()):
+            raise InvalidArgument(
+                "train() changed parameters that model() had frozen, which updates by a codec leave out",
+                hint="freeze and unfreeze in model(), or leave upload at 'none'",
+            )
+        update.message = encoded(work.upload, whole, work.codec_seed, num_trained, num_parameters)
+        update.delta = decoded(work.upload, update.message, whole, work.codec_seed, num_trained, num_parameters)
         if work.error_feedback:
             new_state[RESIDUAL] = whole - update.delta
     return update, new_state
@@ -151,7 +159,9 @@ class _LocalSteps:
 
     def __init__(self, work: LocalWork) -> None:
         self._work = work
-        self._momentum = 0.0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._momentum: float | None = None
+        """Of the optimizer; None: it has taken no step."""
         self._place = 0.0
         self.num_steps = 0
         self.sum_of_rates = 0.0
@@ -172,8 +182,8 @@ class _LocalSteps:
         # SGD itself, on one number whose gradient is 1.
         gradient = 1.0 + self._work.proximal * self._place
         if momentum:
-            is_first = self.num_steps == 1
-            self._momentum = gradient if is_first else momentum * self._momentum + (1 - group["dampening"]) * gradient
+            before, dampening = self._momentum, group["dampening"]
+            self._momentum = gradient if before is None else momentum * before + (1 - dampening) * gradient
             gradient = gradient + momentum * self._momentum if group["nesterov"] else self._momentum
         self._place -= rate * gradient
 
@@ -182,6 +192,9 @@ class _LocalSteps:
         is_scaffold = self._work.control is not None
         name = "SCAFFOLD" if is_scaffold else "FedNova"
         groups = optimizer.param_groups
+        if optimizer is not self._optimizer:
+            self._require_successor(optimizer, name)
+            self._optimizer, self._momentum = optimizer, None
         if not isinstance(optimizer, torch.optim.SGD) or (is_scaffold and any(group["momentum"] for group in groups)):
             raise ConfigurationError(
                 f"{name} is defined for {'plain SGD' if is_scaffold else 'SGD'} on the clients",
@@ -191,6 +204,19 @@ class _LocalSteps:
         if len({(float(group["lr"]), float(group["momentum"])) for group in groups}) > 1:
             raise ConfigurationError(f"{name} needs one learning rate for all parameters of the client's optimizer")
         return groups[0]
+
+    def _require_successor(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Another optimizer may take over, as one made for each epoch does; two side by side count every step twice."""
+        before = () if self._optimizer is None else _params_of(self._optimizer)
+        if before and {*map(id, before)}.isdisjoint(map(id, _params_of(optimizer))):
+            raise ConfigurationError(
+                f"{name} counts steps of the whole model, and each of several optimizers has a part of it",
+                hint="give all parameters to one optimizer",
+            )
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class _StepHooks:
@@ -249,7 +275,7 @@ def _corrected_steps(
 
     @torch.no_grad()
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of(optimizer)
         if not any(id(param) in known for param in params):
             return  # of another model, such as one that is distilled from
         if (anchors or controls or shrunk) and any(one is not None for one in (*args[1:], kwargs.get("closure"))):
@@ -269,9 +295,7 @@ def _corrected_steps(
                 param.grad.add_(controls[id(param)])
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if shrunk is not None and any(
-            id(param) in known for group in optimizer.param_groups for param in group["params"]
-        ):
+        if shrunk is not None and any(id(param) in known for param in _params_of(optimizer)):
             shrunk.shrink()
 
     if shrunk is not None:

@@ -11,24 +11,49 @@ from torsh_distributed.errors import InvalidArgument
 
 
 class ModelVector:
-    """Reads and writes the parameters and floating-point buffers of one model, in the order of its names.
+    """Reads and writes a model's floating-point values: trained parameters, then frozen ones, then buffers.
 
-    Integer buffers (such as the number of batches that a norm has seen) stay what they are on each side.
+    Strategies, noise and lossy codecs are for what is trained; of running statistics only a mean is one again. Integer
+    buffers (such as the number of batches that a norm has seen) do not travel: each training begins with those that
+    `model()` made.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._tensors = [tensor for tensor in named.values() if tensor.is_floating_point()]
+        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        named: dict[str, Tensor] = {name: param for name, param in params.items() if param.requires_grad}
+        named.update(params)  # frozen ones behind those that are there
+        named.update(buffers)
+        if odd := [name for name, one in named.items() if one.is_complex()]:
+            raise InvalidArgument(
+                "complex values of a model cannot be averaged here",
+                hint="keep them as two real ones (torch.view_as_real)",
+                names=odd,
+            )
+        values = {name: one for name, one in named.items() if one.is_floating_point()}
+        self._tensors = list(values.values())
         if not self._tensors:
             raise InvalidArgument("the model has no parameters to train", model=type(model).__name__)
         self.dtype = torch.float64 if any(one.dtype == torch.float64 for one in self._tensors) else torch.float32
         self._sizes = [tensor.numel() for tensor in self._tensors]
         self.numel = sum(self._sizes)
-        names = [(name, *one.shape) for name, one in named.items() if one.is_floating_point()]
-        self.fingerprint = hashlib.sha256(repr((names, str(self.dtype))).encode()).hexdigest()[:16]
-        """Of names, shapes and dtype: equal on both sides, or their vectors mean different things."""
+        self.num_trained = sum(one.numel() for one in params.values() if one.requires_grad)
+        """The first so many values are of parameters that are trained."""
+        self.num_parameters = sum(one.numel() for one in params.values() if one.is_floating_point())
+        """The first so many are of parameters, frozen ones too."""
+        self._integers = [one for one in named.values() if not one.is_floating_point()]
+        self._first_integers = [one.clone() for one in self._integers]
+        self.fingerprint = self._digest(values, {name: one for name, one in named.items() if name not in values})
+        """Of names, shapes, dtype and integer buffers: equal on both sides, or their vectors mean different things."""
         self._places = {id(one): index for index, one in enumerate(self._tensors)}
+
+    def _digest(self, values: dict[str, Tensor], integers: dict[str, Tensor]) -> str:
+        layout = [(name, *one.shape) for name, one in values.items()]
+        digest = hashlib.sha256(repr((layout, self.num_trained, str(self.dtype))).encode())
+        for name, one in integers.items():
+            digest.update(repr((name, *one.shape, str(one.dtype))).encode())
+            digest.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -37,9 +62,15 @@ class ModelVector:
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
-        """Set the model's values."""
+        """Set the model's values, and its integer buffers to what they were at first."""
         for tensor, values in zip(self._tensors, torch.split(vector, self._sizes), strict=True):
             tensor.copy_(values.view(tensor.shape))
+        for tensor, first in zip(self._integers, self._first_integers, strict=True):
+            tensor.copy_(first)
+
+    def take_integers(self, other: ModelVector) -> None:
+        """Begin with another one's integer buffers from now on, of the same model."""
+        self._first_integers = other._first_integers
 
     def views(self, vector: Tensor) -> dict[int, Tensor]:
         """The part of a vector that belongs to each tensor of the model, by the tensor's `id`, on its device."""

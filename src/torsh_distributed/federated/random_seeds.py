@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,3 +24,16 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)  # the one that users' code draws from
     random.seed(seed)
+
+
+@contextmanager
+def drawing_as_of(seed: int) -> Iterator[None]:
+    """While open, what is drawn on the CPU follows from the seed; then random numbers go on as if nothing was drawn."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

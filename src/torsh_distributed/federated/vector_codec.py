@@ -1,7 +1,8 @@
 """Models and updates in fewer bytes: the codecs of `compress`, for one vector at a time.
 
 A codec that leaves values out would make zeros of them in a model, so models take dense codecs only. Both ends derive
-the key of a codec's random numbers from the round and the client.
+the key of a codec's random numbers from the round and the client. Buffers travel whole behind what was encoded: a
+variance that is only near may be negative. Of an update, frozen parameters do not travel.
 """
 
 from __future__ import annotations
@@ -48,15 +49,43 @@ def _codec(method: str) -> Codec:
     return make_codec(method)
 
 
-def encoded(method: str, vector: Tensor, seed: int) -> Tensor:
-    """The vector's message. InvalidArgument if the vector has values that are not finite."""
-    if not bool(torch.isfinite(vector).all()):
+def encoded(method: str, vector: Tensor, seed: int, num_coded: int, num_parameters: int) -> Tensor:
+    """The vector's message: the first `num_coded` values by the codec, and those behind the parameters whole.
+
+    InvalidArgument if values of the first are not finite.
+    """
+    if not bool(torch.isfinite(vector[:num_coded]).all()):
         raise InvalidArgument("it has values that are not finite")
-    return _codec(method).encode(vector, Key(seed=seed))
+    payload = _codec(method).encode(vector[:num_coded], Key(seed=seed))
+    rest = vector[num_parameters:]
+    if not rest.numel():
+        return payload
+    has_rest = bool(rest.any())
+    parts = [payload, rest] if has_rest else [payload]
+    flag = torch.tensor([has_rest], dtype=torch.uint8)
+    return torch.cat([*(part.view(torch.uint8) for part in parts), flag])
 
 
-def decoded(method: str, payload: Tensor, like: Tensor, seed: int) -> Tensor:
-    """The vector that a message stands for; CompressionError if it is no message for a vector like this one."""
+def decoded(method: str, payload: Tensor, like: Tensor, seed: int, num_coded: int, num_parameters: int) -> Tensor:
+    """The vector that a message stands for; CompressionError if it is not a message for a vector like this one."""
     if payload.dim() != 1:
         raise CompressionError("a message has one dimension", num_dims=payload.dim())
-    return _codec(method).decode(payload, like.numel(), Key(seed=seed)).to(like.dtype)
+    vector = torch.zeros_like(like)
+    rest = vector[num_parameters:]
+    if rest.numel():
+        payload = _without_rest(method, payload, rest)
+    vector[:num_coded] = _codec(method).decode(payload, num_coded, Key(seed=seed))
+    return vector
+
+
+def _without_rest(method: str, message: Tensor, rest: Tensor) -> Tensor:
+    """What the codec made; the values behind it are written to `rest`."""
+    dtype = _codec(method).encode(torch.zeros(0), Key()).dtype
+    num_payload = len(message) - 1
+    if message.dtype == torch.uint8 and num_payload >= 0 and bool(message[-1]):
+        num_payload -= rest.nbytes
+    if message.dtype != torch.uint8 or num_payload < 0 or num_payload % dtype.itemsize:
+        raise CompressionError("a message of another size", num_bytes=message.nbytes, buffers=rest.nbytes)
+    if num_payload < len(message) - 1:
+        rest.view(torch.uint8).copy_(message[num_payload:-1])
+    return message[:num_payload].clone().view(dtype)

@@ -59,6 +59,10 @@ class RunControl:
         self._power_w: dict[tuple[int, str], float] = {}
         self._last: tuple[str, int] | None = None
         self._num_same = 0
+        # Powers in a hold. Rank 0 tells of a step up to two messages later, and a step is taken in a hold when ranks
+        # regroup: a power counts as that of a job that waits once two messages after it told of none.
+        self._held_w: list[float] = []
+        self._held_before_w: list[float] = []
 
     @classmethod
     def is_wanted(cls, config: GreenConfig) -> bool:
@@ -85,14 +89,18 @@ class RunControl:
     # On the launcher's loop
 
     def take_steps(self, *, steps: list[tuple[int, float]], total_steps: int | None, workers: int) -> None:
-        """Steps of rank 0, as (number, seconds), in a world of so many workers."""
+        """A message of rank 0: its new steps as (number, seconds), if any, in a world of so many workers."""
         if self._policy is None:
             return
         with self._lock:
             self._workers = workers
-            self._policy.speed.total_steps = total_steps or self._policy.speed.total_steps
+            speed = self._policy.speed
+            speed.total_steps = total_steps or speed.total_steps
             for step, step_s in steps:
-                self._policy.speed.take_step(step=step, step_s=step_s, workers=workers)
+                speed.take_step(step=step, step_s=step_s, workers=workers)
+            for watts in [] if steps else self._held_before_w:
+                speed.take_power(watts, workers=0)
+            self._held_before_w, self._held_w = [] if steps else self._held_w, []
 
     @property
     def is_slowing(self) -> bool:
@@ -126,15 +134,18 @@ class RunControl:
         with self._lock:
             speed = self._policy.speed
             if self._num_same >= _SETTLED and self._power_w:  # else the readings are of what was decided before
-                is_held = self._last is not None and self._last[1] == 0
-                training = self._workers if speed.step > 0 else None
-                speed.take_power(sum(self._power_w.values()), workers=0 if is_held else training)
+                watts = sum(self._power_w.values())
+                if self._last is not None and self._last[1] == 0:
+                    self._held_w.append(watts)
+                else:
+                    speed.take_power(watts, workers=self._workers if speed.step > 0 else None)
             found = self._policy.decide(series, now=now)
             until = self._policy.until
         if (found.action, found.workers) == self._last:
             self._num_same += 1
             return found, None
         self._last, self._num_same = (found.action, found.workers), 0
+        self._held_w, self._held_before_w = [], []
         event = events.ScheduleEvent(
             rank=-1,
             action=found.action,

@@ -14,7 +14,7 @@ from torsh_distributed.plan.problems import Problem, configuration_error
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The table in the file. Raises IoError if it cannot be read, ConfigurationError if it is none."""
+    """The table in the file. Raises IoError if it cannot be read, ConfigurationError if it is not one."""
     from torsh_distributed.plan.reading import yaml_format
     from torsh_distributed.plan.reading.limits import MalformedError, read_limited
 
@@ -26,7 +26,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (MalformedError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}", path=str(path)) from error
     if not isinstance(document, dict):
-        raise ConfigurationError(f"{path} is no table of settings", path=str(path))
+        raise ConfigurationError(f"{path} is not a table of settings", path=str(path))
     return document
 
 

@@ -1,7 +1,7 @@
 """One verdict on every key of another library's config, with the reason. Nothing is dropped silently.
 
-Every translator returns a plan beside a `MigrationReport`. A key that the other library does not know is no verdict but
-an error with the nearest name: it was a mistake before it came here.
+Every translator returns a plan beside a `MigrationReport`. A key that the other library does not know gets no verdict:
+it is an error with the nearest name, because it was a mistake before it came here.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def install(package: str) -> None:
     reasons: Mapping[str, str] = getattr(stand_in, "MISSING", {})
     _installed[package] = _MissingModules(package, list(namespaces), reasons, stand_in.VERSION)
     sys.meta_path.insert(0, _installed[package])
-    # A folder of that name without an __init__.py, such as one of examples, is found too, but is no package of theirs.
+    # A folder of that name without an __init__.py, such as one of examples, is found too, but is not their package.
     if hidden is not None and hidden.origin is not None and known_variables.whole_number("RANK") == 0:
         _log.warning("the installed package %s (%s) is hidden by torsh_distributed's", package, hidden.origin)
 

@@ -332,7 +332,7 @@ def _stability(view: JobView, losses: Sequence[float]) -> Stability | None:
         rests.append(losses[at] - middle)
         spreads.append(near)
     _, spread = robust_spread(rests)
-    # Where the loss falls steeply its neighbours differ much: that is no spike.
+    # Where the loss falls steeply its neighbours differ much: that is not a spike.
     num_spikes = sum(rest > _SPIKE * max(spread, near) > 0 for rest, near in zip(rests, spreads, strict=True))
     level = abs(statistics.median(losses))
     return Stability(

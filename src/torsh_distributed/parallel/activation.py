@@ -132,7 +132,7 @@ def _chosen_layers(model: nn.Module, config: ActivationConfig, layers: Named | N
 def _named(candidates: Named, name: str) -> nn.Module:
     if name not in candidates:
         raise ConfigurationError(
-            f"activation.whole_layers and activation.selective_layers: {name} is none of the layers that repeat",
+            f"activation.whole_layers and activation.selective_layers: {name} is not one of the layers that repeat",
             hint=did_you_mean(name, candidates) or f"they are {', '.join(list(candidates)[:5])}, …",
             key="activation.whole_layers",
         )

@@ -85,7 +85,7 @@ class ExplainedKey:
     source: str
     """argument, command line, environment VARIABLE, file PATH, or default."""
     status: str
-    """honoured, not yet (this version would ignore it), or off by another key."""
+    """honoured, or off by another key."""
 
 
 @dataclasses.dataclass(frozen=True)

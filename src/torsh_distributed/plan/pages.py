@@ -17,7 +17,7 @@ from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.problems import sections_of
 from torsh_distributed.plan.sections.compress import METHODS
 from torsh_distributed.plan.sections.mesh import MeshConfig
-from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
+from torsh_distributed.plan.support import GATES, KEY_GATES
 
 _REFERENCE_INTRODUCTION = """\
 # Plan reference
@@ -28,8 +28,7 @@ written, loaded and checked.
 A file has one table for each section: `[mesh]` with `dp = 2` under it is the key `mesh.dp`. The same key is
 `TORSH_PLAN__MESH__DP` in the environment and `--set mesh.dp=2` on the command line.
 
-The last column says whether this version honours the key. One that is *not yet* honoured must stay at its default: a
-plan that sets it is refused before training, never ignored. A key that another one turns off is reported.
+The last column says when another key turns this one off; a plan that sets it all the same gets a notice.
 [What goes together](compatibility.md) lists the combinations that are refused."""
 
 
@@ -49,7 +48,7 @@ def _section_lines(name: str, section: type[BaseModel]) -> Iterator[str]:
         yield ""
         yield f"The section has no effect while `{gate}` is {_either(off)}."
     yield ""
-    yield "| Key | Allowed | Default | Meaning | Honoured |"
+    yield "| Key | Allowed | Default | Meaning | Has an effect |"
     yield "|---|---|---|---|---|"
     for key, field in section.model_fields.items():
         yield _key_row(f"{name}.{key}", field, field_texts(section)[key])
@@ -67,10 +66,7 @@ def _support(key: str) -> str:
     if key in KEY_GATES:
         gate, off = KEY_GATES[key]
         return f"not while `{gate}` is {_either(off)}"
-    if key not in NOT_YET:
-        return "not yet" if key.partition(".")[0] in NOT_YET else "yes"
-    values = NOT_YET[key]
-    return "not yet" if values is None else f"yes, except {', '.join(values)}"
+    return "yes"
 
 
 def _either(values: tuple[object, ...]) -> str:

@@ -28,7 +28,7 @@ from torsh_distributed.plan.reading.value_sources import (
     values_from_file,
 )
 from torsh_distributed.plan.sections.mesh import MeshConfig
-from torsh_distributed.plan.support import gate_of, lacks_something, status_of
+from torsh_distributed.plan.support import gate_of, status_of
 
 AUTO = "auto"
 """In TORSH_PLAN and `--plan`: no file, `parallelize` chooses."""
@@ -93,8 +93,8 @@ class Plan(PlanSections):
     ) -> Self:
         """A plan from a file, overridden by the environment, then by `section.key=value` of a command line.
 
-        Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any. `auto` is no file: `parallelize`
-        chooses then, and these keys are what its choice leaves alone.
+        Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any. `auto` is not a file:
+        `parallelize` chooses then, and these keys are what its choice leaves alone.
         """
         variables = environ or {}
         chosen = path or variables.get("TORSH_PLAN") or None
@@ -188,12 +188,6 @@ class Plan(PlanSections):
 
     # --- whether they can run ----------------------------------------------------------------------------------
 
-    def unsupported(self) -> tuple[str, ...]:
-        """The keys set away from their default that this version would ignore."""
-        if not lacks_something():
-            return ()
-        return tuple(key for key in keys_of(Plan) if self._is_changed(key) and status_of(self, key) == "not yet")
-
     def notices(self) -> tuple[str, ...]:
         """A sentence for every key set away from its default that another key turns off."""
         found = ((key, gate_of(self, key)) for key in keys_of(Plan) if self._is_changed(key))
@@ -202,12 +196,6 @@ class Plan(PlanSections):
             for key, gate in found
             if gate is not None
         )
-
-    def require_supported(self) -> None:
-        """Raise ConfigurationError if a key asks for what this version cannot do."""
-        problems = list(self._support_problems())
-        if problems:
-            raise configuration_error(problems, where=self._name)
 
     def resolve(self, world_size: int) -> Self:
         """This plan for a world of `world_size` ranks: no degree of its mesh is -1."""
@@ -222,7 +210,7 @@ class Plan(PlanSections):
         A plan that passes for a world is not refused there later, except for what the model, the devices or the ranks
         do not allow.
         """
-        problems = list(self._support_problems())
+        problems: list[Problem] = []
         resolved = self
         if world_size is not None:
             try:
@@ -232,12 +220,6 @@ class Plan(PlanSections):
         problems += clashes_in(resolved)
         if problems:
             raise configuration_error(problems, where=self._name)
-
-    def _support_problems(self) -> Iterator[Problem]:
-        for key in self.unsupported():
-            default = show(DEFAULTS.value(key))
-            text = f"{key} = {show(self.value(key))} is not supported by this version yet"
-            yield Problem(key, text, f"leave it at its default, {default}")
 
     def _is_changed(self, key: str) -> bool:
         """Whether the key is away from its default. A key given at its default asks for nothing: `save` writes all."""

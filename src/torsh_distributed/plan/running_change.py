@@ -46,7 +46,7 @@ class RunningChange:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """The change in `set`, `learning_rate_factor`, `save_checkpoint`, `hold_s`; ConfigurationError if it is none.
+        """The change in `set`, `learning_rate_factor`, `save_checkpoint`, `hold_s`; otherwise ConfigurationError.
 
         `set` has sections and keys as a plan has them. Keys that cannot change while a job runs are refused by name.
         """

@@ -1,8 +1,4 @@
-"""Which keys of a plan have an effect: what this version lacks, and what other keys turn off.
-
-A key that this version would ignore is refused (`Plan.require_supported`); one that another key turns off is reported
-(`Plan.notices`). `Plan.explain` says it of every key.
-"""
+"""Which keys of a plan have no effect because another key turns them off: `Plan.notices` reports them."""
 
 from __future__ import annotations
 
@@ -10,10 +6,6 @@ from collections.abc import Mapping
 
 from torsh_distributed.plan.compatibility.recovery_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
-
-NOT_YET: Mapping[str, tuple[str, ...] | None] = {}
-"""Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands
-removes its own."""
 
 GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "fsdp": ("mesh.shard", (1,)),
@@ -70,26 +62,10 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
 """Key to another one, and the values of that, that turn it off."""
 
 
-def lacks_something() -> bool:
-    """Whether there is any key or value that this version does not honour."""
-    return bool(NOT_YET)
-
-
-def is_honoured(key: str, value: object) -> bool:
-    """Whether this version does what `value` under `key` asks for."""
-    section = key.partition(".")[0]
-    if key not in NOT_YET:
-        return section not in NOT_YET
-    lacking = NOT_YET[key]
-    return lacking is not None and value not in lacking
-
-
 def status_of(plan: PlanSections, key: str) -> str:
-    """honoured, not yet, or the key that turns this one off."""
+    """honoured, or the key that turns this one off."""
     gate = gate_of(plan, key)
-    if gate is not None:
-        return f"off by {gate}"
-    return "honoured" if is_honoured(key, plan.value(key)) else "not yet"
+    return "honoured" if gate is None else f"off by {gate}"
 
 
 def gate_of(plan: PlanSections, key: str) -> str | None:

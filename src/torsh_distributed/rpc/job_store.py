@@ -18,7 +18,7 @@ def job_store(timeout_s: float, *, rank: int | None = None) -> dist.Store:
     """The one at MASTER_ADDR:MASTER_PORT, or that of the launcher; rank 0 serves it where nobody else does."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ConfigurationError(
-            "this process belongs to no job, so it does not know where to find other workers",
+            "this process does not belong to a job, so it does not know where to find other workers",
             hint="start it with `torsh run`, or pass store='tcp://host:port' or a file:// URL",
         )
     has_torch_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -22,7 +22,7 @@ class TravellingValues:
         self._held = held
 
     def pack_reference(self, value: Any) -> list[Any] | None:
-        """A reference as plain values; None if it is none."""
+        """A reference as plain values; None if it is not one."""
         if not isinstance(value, RRef):
             return None
         self._held.give(value)

@@ -98,7 +98,7 @@ def test_absurd_shapes_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("data", [b"[]", b"{}", b'{"files": [], "tensors": []}', b"[" * 100_000])
 def test_what_is_no_index_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="it is no index"):
+    with pytest.raises(ValueError, match="it is not an index"):
         TensorIndex.from_bytes(data, FILES, is_compressed=False)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import Plan, support
+from torsh_distributed.plan import Plan
 from torsh_distributed.plan.pages import render_compatibility, render_reference
 
 ROOT = Path(__file__).parents[3]
@@ -151,15 +151,6 @@ BROKEN = {
             "  hint: raise training.batch_size: every pass of every rank needs at least one sample"
         ),
     ),
-    "not supported yet": (
-        "plan.toml",
-        "[elastic]\nenabled = true\n",
-        "2",
-        (
-            "FILE: elastic.enabled = true is not supported by this version yet\n  got:  key=elastic.enabled\n"
-            "  hint: leave it at its default, false"
-        ),
-    ),
     "malformed TOML": (
         "plan.toml",
         "[mesh]\ndp = = 2\n",
@@ -209,8 +200,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_validate_refuses_a_broken_plan(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "NOT_YET", {"elastic": None})  # as if it were not built
+def test_validate_refuses_a_broken_plan(tmp_path: Path, kind: str) -> None:
     name, content, world, message = BROKEN[kind]
     path = tmp_path / name
     path.write_text(content)

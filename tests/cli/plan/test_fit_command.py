@@ -63,7 +63,7 @@ def test_sizes_are_read(text: str, expected: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "80 apples"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no size"):
+    with pytest.raises(ConfigurationError, match="is not a size"):
         memory_bytes(text)
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
             read_kubeconfig(write(tmp_path, {}, **{"certificate-authority-data": junk}))
     with pytest.raises(ConfigurationError, match="no longer has"):
         read_kubeconfig(write(tmp_path, {"username": "me"}))
-    with pytest.raises(ConfigurationError, match="no kubeconfig"):
+    with pytest.raises(ConfigurationError, match="not a kubeconfig"):
         read_kubeconfig(tmp_path)
 
 

@@ -115,7 +115,7 @@ def test_descriptors_arrive_with_their_frame_behind_others(ends: tuple[Lane, Lan
 
 def test_descriptors_that_nobody_speaks_of_end_the_connection(ends: tuple[Lane, Lane]) -> None:
     file = os.memfd_create("test")
-    with pytest.raises(BadFrame, match="more descriptors"):
+    with pytest.raises(BadFrame, match="more file descriptors"):
         for _ in range(20):
             ends[0].send(b"head", file=file)
             receive(ends[1], 1)

@@ -320,7 +320,7 @@ def test_strangers_and_sleepers_hold_up_nobody(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no enrolment token"):
+    with pytest.raises(InvalidArgument, match="not an enrolment token"):
         EnrolmentToken.parse("torsh-nonsense")
     with serving(tmp_path / "server") as server:
         with pytest.raises(InvalidArgument, match="is not enrolled"):

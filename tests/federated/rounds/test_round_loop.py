@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bed.world import World
 from tests.federated.small_task import Points, SmallTask
 from torsh_distributed import events
 from torsh_distributed.errors import CheckpointError, CommunicationError, ConfigurationError, InvalidArgument
@@ -24,6 +25,7 @@ from torsh_distributed.federated import (
     Scaffold,
     simulate,
 )
+from torsh_distributed.federated.rounds.round_file import RoundFile
 
 
 class OddTask(SmallTask):
@@ -170,6 +172,23 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="its digest does not match"):
         run(SmallTask())
+
+
+def try_to_open(directory: Path) -> str:
+    try:
+        RoundFile(directory).held()
+    except ConfigurationError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.ranks
+def test_two_processes_cannot_have_the_rounds_of_one_directory(world: World, tmp_path: Path) -> None:
+    simulate(SmallTask(), num_clients=3, config=FederatedConfig(rounds=1), directory=tmp_path)
+    assert world.run(try_to_open, tmp_path, num_ranks=1) == [""], "a run that has ended keeps nobody out"
+    mine = [RoundFile(tmp_path).held() for _ in range(2)]
+    assert "another process is at work in this directory" in world.run(try_to_open, tmp_path, num_ranks=1)[0]
+    assert mine[0].read() is not None
 
 
 def test_each_round_is_an_event() -> None:

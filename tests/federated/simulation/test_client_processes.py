@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.federated.small_task import Points, SmallTask
 from torsh_distributed.errors import ProcessFailure, SerializationError
-from torsh_distributed.federated import Availability, FederatedConfig, Scaffold, simulate
+from torsh_distributed.federated import Availability, FederatedConfig, MultiKrum, Scaffold, simulate
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +49,26 @@ def test_processes_give_the_weights_of_one_also_after_one_was_killed(tmp_path: P
     run()
     assert len(task.seen) == config.rounds
     torch.testing.assert_close(task.seen, alone.seen, rtol=0, atol=1e-7)
+
+
+class OddTask(SmallTask):
+    """Two of nine clients send no numbers."""
+
+    def train(self, model: nn.Module, data: Points, epochs: int) -> Mapping[str, float]:
+        figures = super().train(model, data, epochs)
+        if len(data) < 10:
+            nn.init.constant_(next(model.parameters()), float("nan"))
+        return figures
+
+
+def test_processes_say_which_updates_were_odd_so_a_rule_knows_what_is_out() -> None:
+    config = FederatedConfig(rounds=1, clients_per_round=9, min_clients=9, max_attempts=1, rule=MultiKrum(hostile=3))
+    seen = []
+    for num_workers in (1, 2):
+        task = OddTask()
+        simulate(task, num_clients=9, config=config, num_workers=num_workers)
+        seen.append(task.seen)
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=1e-7)
 
 
 def test_a_task_that_cannot_be_sent_is_refused_before_workers_start() -> None:

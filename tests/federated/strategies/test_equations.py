@@ -246,9 +246,21 @@ class ClosureTask(SmallTask):
         optimizer.step(closure)
 
 
+class PartsTask(SmallTask):
+    """An optimizer for each layer."""
+
+    def train(self, model: nn.Module, data: Points, epochs: int) -> None:
+        optimizers = [torch.optim.SGD(model.get_submodule(name).parameters(), lr=0.1) for name in ("0", "2")]
+        cross_entropy(model(batches(data)[0][0]), batches(data)[0][1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("task", "strategy", "kind", "message"),
     [
+        (PartsTask(), FedNova(), ConfigurationError, "each of several optimizers has a part"),
+        (PartsTask(), Scaffold(), ConfigurationError, "each of several optimizers has a part"),
         (AdamTask(), FedNova(), ConfigurationError, "FedNova is defined for SGD"),
         (AdamTask(), Scaffold(), ConfigurationError, "SCAFFOLD is defined for plain SGD"),
         (SmallTask(momentum=0.9), Scaffold(), ConfigurationError, "plain SGD"),

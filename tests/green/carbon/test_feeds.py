@@ -182,7 +182,7 @@ def test_what_is_late_is_marked_and_what_is_absurd_is_left_out() -> None:
 
 def test_a_feed_that_is_down_or_answers_nonsense_is_said_once_and_gives_nothing(server: Server) -> None:
     server.answers["/intensity/2026-11-18T15:40Z/fw48h"] = (200, b"<html>")
-    with pytest.raises(InvalidArgument, match="no JSON"):
+    with pytest.raises(InvalidArgument, match="not JSON"):
         NationalGridFeed(server.url).fetch(NOW)
     with pytest.raises(InvalidArgument, match="does not know"):
         ask(f"{server.url}/nowhere")
@@ -205,11 +205,11 @@ def _gb(**row: Any) -> tuple[int, Any]:
     ("answer", "told"),
     [
         ((RAW, b"hello\r\n\r\n"), "does not speak HTTP"),
-        ((200, b"[" * 100_000), "no JSON"),
+        ((200, b"[" * 100_000), "not JSON"),
         (_gb(intensity=250), "something else than intensities"),
         (_gb(intensity={"forecast": True}), "something else than intensities"),
         (_gb(**{"from": 3}), "something else than intensities"),
-        (_gb(**{"from": "0001-01-01T00:00+14:00"}), "no time"),
+        (_gb(**{"from": "0001-01-01T00:00+14:00"}), "not a time"),
         ((200, {"data": [{}]}), "none for now; it has no value at all"),
         (_gb(), "none for now; it has values from 2026-11-18T16:00Z to 2026-11-18T16:30Z"),
     ],

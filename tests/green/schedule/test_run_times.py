@@ -21,7 +21,7 @@ def test_a_deadline_is_a_span_or_a_time_ahead() -> None:
     assert read_deadline("96h", now=NOW) == NOW + 96 * 3600
     assert read_deadline("1.5d", now=NOW) == NOW + 36 * 3600
     assert read_deadline("2027-01-20T00:00Z", now=NOW) > NOW
-    for text, match in (("2020-01-01T00:00Z", "in the past"), ("soon", "no time")):
+    for text, match in (("2020-01-01T00:00Z", "in the past"), ("soon", "not a time")):
         with pytest.raises(InvalidArgument, match=match):
             read_deadline(text, now=NOW)
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_there_or_not_understood_is_named_in_one_sentence(tmp
     with pytest.raises(InvalidArgument, match=r"none\.csv cannot be read: No such file"):
         asked("none.csv")
     (tmp_path / "odd.csv").write_text("time,g_per_kwh\nyesterday,100\n")
-    with pytest.raises(InvalidArgument, match="this is no time") as caught:
+    with pytest.raises(InvalidArgument, match="this is not a time") as caught:
         asked("odd.csv")
     assert str(caught.value).count("hint:") == 1
     assert "line=2" in str(caught.value)

@@ -54,7 +54,7 @@ def test_a_microbatch_size_is_not_taken_for_a_count() -> None:
     assert (plan.pipeline.num_microbatches, plan.mesh.pp) == (8, 2)
     _, report = FairScaleConfig({"pipeline": {"stages": 2, "micro_batch_size": 4}}).to_plan()
     assert [entry.key for entry in report.refused] == ["pipeline.micro_batch_size"]
-    with pytest.raises(ConfigurationError, match="no multiple"):
+    with pytest.raises(ConfigurationError, match="not a multiple"):
         FairScaleConfig({"batch_size": 30, "pipeline": {"micro_batch_size": 4}}).to_plan()
 
 
@@ -74,7 +74,7 @@ def test_files_are_read_and_mistakes_name_the_nearest_key(tmp_path: Path) -> Non
     with pytest.raises(IoError):
         FairScaleConfig.from_file(tmp_path / "none.json")
     path.write_text("[]")
-    with pytest.raises(ConfigurationError, match="no table"):
+    with pytest.raises(ConfigurationError, match="not a table"):
         FairScaleConfig.from_file(path)
 
 

@@ -36,7 +36,7 @@ def test_a_consistent_place_and_no_place_are_fine() -> None:
         ({"MASTER_ADDR": None}, "MASTER_ADDR", "not set"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE", "RANK is set and WORLD_SIZE is not"),
         ({"RANK": "five"}, "RANK", "not a number"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT", "no port"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT", "not a port"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_reason_and_remedy(

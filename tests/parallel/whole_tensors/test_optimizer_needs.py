@@ -145,7 +145,7 @@ def test_an_optimizer_says_itself_what_it_needs() -> None:
     optimizer.torsh_needs = "elements"
     assert known_needs(optimizer) == "elements"
     optimizer.torsh_needs = "rows"
-    with pytest.raises(InvalidArgument, match="none of elements, tensors, model"):
+    with pytest.raises(InvalidArgument, match="not one of elements, tensors, model"):
         known_needs(optimizer)
 
 

@@ -161,7 +161,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_the_least_that_is_needed(w
     plan = Plan(training={"batch_size": 16}, activation={"strategy": "budget", "memory_budget_gb": 1e-4})
     assert "with every layer recomputed a rank still needs" in world.run(refused, plan, char_gpt, num_ranks=1)[0]
     plan = Plan(activation={"strategy": "budget", "whole_layers": ["blocks.9"]})
-    assert "blocks.9 is none of the layers that repeat" in world.run(refused, plan, wide, num_ranks=1)[0]
+    assert "blocks.9 is not one of the layers that repeat" in world.run(refused, plan, wide, num_ranks=1)[0]
 
 
 def test_a_budget_without_an_amount_is_refused_in_a_sentence() -> None:

@@ -171,7 +171,7 @@ def test_mistakes_are_named_with_the_parameter(connect: Connect) -> None:
     client = connect("w0")
     with pytest.raises(InvalidArgument, match="has not joined"):
         client.push({})
-    with pytest.raises(InvalidArgument, match="'NoSuch' is no optimizer"):
+    with pytest.raises(InvalidArgument, match="'NoSuch' is not an optimizer"):
         client.create({"w": torch.zeros(2)}, optimizer="NoSuch")
     client.create({"w": torch.zeros(2), "t": RowTable(num_rows=4, dim=2)}, lr=1.0)
     with pytest.raises(InvalidArgument, match="no server has a parameter of this name: it is a table"):
@@ -184,3 +184,26 @@ def test_mistakes_are_named_with_the_parameter(connect: Connect) -> None:
     client.set_options(lr=2.0)
     client.push({"w": torch.ones(2)})
     assert client.pull()["w"].tolist() == [-2.0, -2.0]
+
+
+def test_a_module_with_other_names_is_refused_and_not_left_as_it_is(connect: Connect) -> None:
+    client, mine = connect("w0"), model()
+    client.create(dict(mine.named_parameters()), lr=0.1)
+    with pytest.raises(InvalidArgument, match="no parameter of this module is on the servers"):
+        client.pull_into(nn.Sequential(mine))
+    client.pull_into(mine)
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("codec", [None, "int8", "topk:0.5"])
+def test_gradients_and_rows_of_a_gpu_reach_parameters_on_the_cpu(connect: Connect, codec: str | None) -> None:
+    client, mine = connect("w0", push_codec=codec), model().cuda()
+    client.create({**dict(mine.named_parameters()), "words": RowTable(num_rows=9, dim=4)}, lr=0.1)
+    rows = torch.tensor([1, 4, 8], device="cuda")
+    before = client.pull_rows("words", rows)
+    assert before.is_cuda
+    gradients = {name: torch.ones_like(param) for name, param in mine.named_parameters()}
+    client.push(gradients, {"words": (rows, torch.ones_like(before))})
+    client.pull_into(mine)
+    torch.testing.assert_close(client.pull_rows("words", rows), before - 0.1, rtol=0, atol=2e-3)
+    assert all(param.is_cuda for param in mine.parameters())

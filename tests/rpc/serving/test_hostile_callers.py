@@ -65,7 +65,7 @@ HOSTILE = {
     "nesting": frame(TABLE_BYTES.pack(0) + b"\x91" * 100_000),
     "a million keys": frame(TABLE_BYTES.pack(0) + b"\xdf\x00\x0f\x42\x40" + b"\xc0" * 500_000),
     "a call with a name for arguments": frame(TABLE_BYTES.pack(0) + msgpack.packb([CALL, 1, "x", 1.0, "args", {}])),
-    "a number that is none": frame(TABLE_BYTES.pack(0) + msgpack.packb([CALL, "one", "x", 1.0, [], {}])),
+    "a text for a number": frame(TABLE_BYTES.pack(0) + msgpack.packb([CALL, "one", "x", 1.0, [], {}])),
     "kwargs with a number": frame(TABLE_BYTES.pack(0) + msgpack.packb([CALL, 1, "x", 1.0, [], {1: 2}])),
     "an unannounced payload": frame(call_head(1, 2), 1000),
     "a tensor larger than its payload": frame(

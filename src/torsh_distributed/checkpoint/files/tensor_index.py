@@ -91,7 +91,7 @@ class TensorIndex:
                 found[name] = IndexedTensor(dtype, tuple(shape), stored)
                 _require_sound(name, found[name], files, is_compressed=is_compressed)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise ValueError(f"it is no index: {reason_of(error)}") from error
+            raise ValueError(f"it is not an index: {reason_of(error)}") from error
         return cls(found)
 
 

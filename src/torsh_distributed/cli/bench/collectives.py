@@ -37,7 +37,7 @@ def collectives(
     world: Annotated[str, typer.Option(help="World sizes, by comma.")] = "2",
     rounds: Annotated[int, typer.Option(min=1, help="Every backend is measured this often, in turns.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for one operation at one size in a round.")] = 0.3,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time collectives on local ranks, each backend against the last.
 

@@ -27,7 +27,7 @@ def compression(
     size: Annotated[str, typer.Option(help="Size of the gradient, such as 32MB.")] = "32MB",
     backend: Annotated[str, typer.Option(help="The backend that carries the messages.")] = "torsh",
     world: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 2,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time every method on local ranks: encoding, decoding, and a whole average."""
     names = [name.strip() for name in methods.split(",")] if methods else codec_names()

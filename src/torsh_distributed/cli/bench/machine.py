@@ -45,7 +45,8 @@ app = typer.Typer(add_completion=False)
 def machine(
     ranks: Annotated[str, typer.Option(help="Numbers of local ranks to measure with, by comma.")] = "1,2",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file; else where the planner looks.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: where the planner looks."),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for one collective at one size.")] = 0.1,
 ) -> None:
@@ -81,7 +82,7 @@ def _links() -> list[str]:
 def _counts(text: str) -> list[int]:
     found = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in found):
-        raise ConfigurationError(f"--ranks {text} are no numbers of ranks", hint="such as 1,2,4")
+        raise ConfigurationError(f"--ranks {text} is not a list of numbers of ranks", hint="such as 1,2,4")
     return sorted({int(part) for part in found})
 
 

@@ -39,7 +39,7 @@ def network(
     world: Annotated[int, typer.Option(min=2, help="Local ranks.")] = 2,
     looks: Annotated[int, typer.Option(min=1, help="How often to measure.")] = 5,
     sizes: Annotated[str, typer.Option(help="Buffer sizes, by comma; two at least.")] = _SIZES,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Measure latency and bandwidth between local ranks, by size and over time."""
     choose_backend(backend)

@@ -26,7 +26,9 @@ StrategyName = Annotated[str | None, typer.Option("--strategy", help="fedavg, fe
 SelectionName = Annotated[str | None, typer.Option("--selection", help="How clients are chosen, such as round_robin.")]
 Rule = Annotated[str | None, typer.Option(help="A robust rule in place of the mean: median, multi_krum and so on.")]
 Hostile = Annotated[int, typer.Option(min=0, help="How many clients of a round may be hostile, for --rule.")]
-Seed = Annotated[int | None, typer.Option(help="Of the model's first values, choices and training.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the model's first values, the choice of clients and their training.")
+]
 Buffer = Annotated[
     int | None, typer.Option("--buffer", min=1, help="Rounds that wait for nobody: how many updates are a step.")
 ]
@@ -122,7 +124,7 @@ def serve_command(
     ] = False,
     revoke: Annotated[list[str] | None, typer.Option(help="A device that may not take part any more.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1, help="The longest that a round waits for devices.")] = 600.0,
-    heartbeat_s: Annotated[float, typer.Option(help="Devices say that they are there as often as this.")] = 10.0,
+    heartbeat_s: Annotated[float, typer.Option(help="Seconds between two signs of life of a device.")] = 10.0,
     expire_s: Annotated[float, typer.Option(help="A device that was silent for so long is given up.")] = 60.0,
     adapt_links: Annotated[
         bool,
@@ -134,7 +136,7 @@ def serve_command(
         str | None, typer.Option(help="HOST:PORT of a server of the tier above, of which this one is a device.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="This server's name as a device; with --upstream.")] = None,
-    upstream_token: Annotated[str | None, typer.Option(help="To enrol there, the first time.")] = None,
+    upstream_token: Annotated[str | None, typer.Option(help="Token to enrol there, the first time.")] = None,
     period: Annotated[int, typer.Option(min=1, help="Rounds with its devices for each round of the tier above.")] = 1,
     rounds: Rounds = None,
     per_round: PerRound = None,
@@ -213,14 +215,16 @@ def join_command(
     discover: Annotated[
         bool, typer.Option("--discover", help="Find the server on the local network, where it runs with --announce.")
     ] = False,
-    token: Annotated[str | None, typer.Option(help="To enrol, the first time.")] = None,
+    token: Annotated[str | None, typer.Option(help="Token to enrol with, the first time.")] = None,
     give_up_s: Annotated[float, typer.Option(min=0, help="How long the server may be away.")] = 60.0,
     metered: Annotated[
         bool | None,
-        typer.Option("--metered/--no-metered", help="Whether the link is; NetworkManager says it by default."),
+        typer.Option(
+            "--metered/--no-metered", help="This device's link is metered. Default: what NetworkManager says."
+        ),
     ] = None,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="Send masked updates only; for a server that has this, too.")
+        bool, typer.Option("--secure-aggregation", help="Send masked updates only; the server needs the same option.")
     ] = False,
     peers: Annotated[
         Path | None, typer.Option(help="The devices to share secrets with, a line of `torsh federated key` for each.")

@@ -100,7 +100,7 @@ def when(
     watts: Annotated[float, typer.Option(min=1.0, max=1e9, help="Power of a worker that trains.")] = 1000.0,
     idle_watts: Annotated[float, typer.Option(min=0.0, help="Power of one that waits and is held.")] = 0.0,
     renewable: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Also list the times with a larger renewable share than this.")
+        float, typer.Option(min=0.0, max=1.0, help="List the times with a renewable share above this, too.")
     ] = 0.4,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

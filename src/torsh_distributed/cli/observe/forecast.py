@@ -72,7 +72,7 @@ def _course_lines(course: TrainingCourse) -> list[str]:
         calm = course.stability
         scatter = "" if calm.scatter is None else f"scatter {calm.scatter:.1%}, "
         lines.append(
-            f"stability: {scatter}{calm.num_spikes} spikes, {calm.num_nonfinite} losses that are no number, "
+            f"stability: {scatter}{calm.num_spikes} spikes, {calm.num_nonfinite} losses that are not numbers, "
             f"{calm.num_skipped} skipped steps"
         )
     if course.efficiency is not None:
@@ -100,7 +100,7 @@ def _risk_lines(risks: TrainingRisks) -> list[str]:
         doubling = "" if norm.doubling_steps is None else f", doubles in {norm.doubling_steps:,.0f} steps"
         lines.append(
             f"gradients: {norm.verdict}, norm {norm.newest_norm:.4g}, usually {norm.usual_norm:.4g}, varies by "
-            f"{norm.variation:.0%}{doubling}; {norm.num_spikes} spikes, {norm.num_nonfinite} that are no number"
+            f"{norm.variation:.0%}{doubling}; {norm.num_spikes} spikes, {norm.num_nonfinite} that are not numbers"
         )
     if risks.learning_rate is not None:
         rate = risks.learning_rate

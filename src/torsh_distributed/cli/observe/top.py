@@ -80,7 +80,7 @@ def _fetch(address: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
             state = json.loads(answer.read(_MAX_STATE_BYTES))
-    # What a port that is no number, or another server's answer, raises.
+    # What a port that is not a number, or another server's answer, raises.
     except (OSError, ValueError, OverflowError, RecursionError, HTTPException) as error:
         raise CommunicationError(
             "the page does not answer", hint="is the job still running?", address=base, reason=str(error)

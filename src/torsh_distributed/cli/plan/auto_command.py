@@ -64,7 +64,9 @@ def auto(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
     *,
     simple: Annotated[bool, typer.Option("--simple", help="Replicas and shards only.")] = False,
-    rejected: Annotated[bool, typer.Option("--rejected", help="Also why other layouts were not taken.")] = False,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Say of each other layout why it was not taken.")
+    ] = False,
 ) -> None:
     """Choose a plan: every legal layout, by predicted step time, and a plan file that runs as it is.
 
@@ -130,7 +132,7 @@ def _draw(plan: Plan, num_ranks: int, console: Console) -> None:
 
 def _whole_number(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigurationError(f"--batch {text} is no number of samples", hint="such as 1024, or auto")
+        raise ConfigurationError(f"--batch {text} is not a number of samples", hint="such as 1024, or auto")
     return int(text)
 
 

@@ -34,11 +34,15 @@ PlanOption = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help=
 NumGpus = Annotated[int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of ranks, each with a device.")]
 Memory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="Of one device, such as 80GB; else that of this machine's."),
+    typer.Option(
+        "--memory", metavar="SIZE", help="Memory of one device, such as 80GB. Default: that of this machine's."
+    ),
 ]
 Sequence = Annotated[
     int | None,
-    typer.Option("--sequence", min=1, metavar="TOKENS", help="Tokens of a sample; of the longest where they differ."),
+    typer.Option(
+        "--sequence", min=1, metavar="TOKENS", help="Tokens of a sample; of the longest sample if lengths differ."
+    ),
 ]
 MeanSequence = Annotated[
     int | None,
@@ -46,11 +50,11 @@ MeanSequence = Annotated[
         "--mean-sequence",
         min=1,
         metavar="TOKENS",
-        help="Of a sample with its padding, where batches differ: times are for it, memory is for --sequence.",
+        help="Mean tokens of a sample with its padding, where batches differ: for times; memory is for --sequence.",
     ),
 ]
 OptimizerName = Annotated[
-    str | None, typer.Option("--optimizer", metavar="NAME", help="Of torch.optim; left out, AdamW is assumed.")
+    str | None, typer.Option("--optimizer", metavar="NAME", help="Optimizer of torch.optim. Default: AdamW.")
 ]
 Reserve = Annotated[
     float,
@@ -66,7 +70,7 @@ def memory_bytes(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     unit = match.group(2).lower() if match else ""
     if match is None or (unit and unit not in _UNITS) or float(match.group(1)) <= 0:
-        raise ConfigurationError(f"--memory {text} is no size", hint="such as 80GB, 24GiB or 512MB")
+        raise ConfigurationError(f"--memory {text} is not a size", hint="such as 80GB, 24GiB or 512MB")
     return float(match.group(1)) * _UNITS.get(unit, GB)
 
 

@@ -47,7 +47,7 @@ def time(
     mean_sequence: MeanSequence = None,
     optimizer: OptimizerName = None,
     deadline: Annotated[str | None, typer.Option(help="When it must be done: 30d, 12h.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in your currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of one GPU for an hour, in your currency.")] = None,
     mtbf: Mtbf = None,
     recovery: Recovery = "5min",
     save: Save = "10s",
@@ -90,7 +90,7 @@ def time(
 def _counts(text: str) -> list[int]:
     found = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in found):
-        raise ConfigurationError(f"--gpus {text} are no numbers of ranks", hint="such as 64 or 64,128,256")
+        raise ConfigurationError(f"--gpus {text} is not a list of numbers of ranks", hint="such as 64 or 64,128,256")
     return sorted({int(part) for part in found})
 
 

@@ -80,7 +80,7 @@ def are_here(hosts: Mapping[str, int]) -> bool:
     loopback = next((host for host in hosts if host in LOOPBACK_NAMES), None)
     if loopback is not None:
         raise InvalidArgument(
-            f"on every host that the host discovery script names {loopback} means another machine",
+            f"{loopback} means another machine on every host that the host discovery script names",
             hint=f"let it print the name by which the others reach it, such as {socket.gethostname()}",
             hosts=", ".join(f"{host}:{count}" for host, count in hosts.items()),
         )

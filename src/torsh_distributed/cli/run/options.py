@@ -1,6 +1,6 @@
 """The options of `torsh run`: each field of a record is one, with its default and the text of `--help`.
 
-NamedTuples, and annotations that are no strings: dataclasses would take 20 ms of every `torsh run`.
+NamedTuples, and annotations that are not strings: dataclasses would take 20 ms of every `torsh run`.
 """
 
 from enum import StrEnum

@@ -121,10 +121,10 @@ def _access(paths: tuple[Path, ...], context: str | None) -> ClusterAccess:
 
 
 def _require_plain(path: Path) -> None:
-    """Refuse what is no file of a few megabytes, and aliases: the package writes them out, gigabytes for bytes."""
+    """Refuse what is not a file of a few megabytes, and aliases: the package writes them out, gigabytes for bytes."""
     with unreadable_as(ConfigurationError, "the kubeconfig cannot be read", hint=_HINT, path=str(path)):
         if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ConfigurationError("this is no kubeconfig", hint=_HINT, path=str(path))
+            raise ConfigurationError("this is not a kubeconfig", hint=_HINT, path=str(path))
         tokens = yaml.scan(path.read_text(), Loader=yaml.SafeLoader)
         if any(isinstance(token, yaml.AliasToken) for token in tokens):
             raise ConfigurationError("the kubeconfig has YAML aliases, which are not read", path=str(path))

@@ -61,7 +61,7 @@ class KubernetesEngine(ClusterEngine):
 
     @override
     def render(self, submission: Submission) -> str:
-        """The manifests in YAML, without the token: a file is no place for it."""
+        """The manifests in YAML, without the token: a file is not the place for it."""
         objects = job_objects(submission, KubernetesOptions.of(submission))
         return render_manifests(objects, submission)
 

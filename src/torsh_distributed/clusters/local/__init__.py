@@ -1,1 +1,1 @@
-"""Jobs in the background of this machine, for engines that are no service: SSH and MPI."""
+"""Jobs in the background of this machine, for engines that are not services: SSH and MPI."""

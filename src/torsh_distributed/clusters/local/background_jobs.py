@@ -1,4 +1,4 @@
-"""Jobs whose engine is no service: a process of this machine runs them in the background, and remembers how they end.
+"""Jobs whose engine is not a service: a process of this machine runs them in the background and remembers their end.
 
 A job's directory has `process.json` (which process runs it), `output.log`, and at the end `exit.json`. The process is
 its own session: it outlives the terminal that submitted it, and is found again by pid and start time.
@@ -89,7 +89,9 @@ def background_status(name: str) -> JobStatus:
     elsewhere = _other_host(folder)
     if elsewhere is not None:
         return JobStatus(state=JobState.LOST, detail=f"its process was started on {elsewhere}: ask there")
-    return JobStatus(state=JobState.LOST, detail="its process ended without a word: killed, or the machine restarted")
+    return JobStatus(
+        state=JobState.LOST, detail="its process left no exit code: it was killed, or the machine restarted"
+    )
 
 
 def background_logs(name: str, *, follow: bool) -> Iterator[str]:

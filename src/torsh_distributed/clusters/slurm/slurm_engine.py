@@ -132,7 +132,7 @@ def combine(tasks: Sequence[QueuedTask]) -> JobStatus:
         if task.reason in _NEVER_STARTS:
             said += f" ({_NEVER_STARTS[task.reason]})"
         count = f"{len(found)} of {len(tasks)} tasks {said}" if len(tasks) > 1 else said
-        # 0 with a state that is no success, such as a time limit: there was no exit code to keep.
+        # 0 with a state that is not a success, such as a time limit: there was no exit code to keep.
         code = (task.shell_code or 1) if state in (JobState.FAILED, JobState.CANCELLED) else 0
         return JobStatus(state=state, detail=count, exit_code=code if state.is_over else None)
     return JobStatus(state=JobState.LOST, detail="SLURM does not know the job")
@@ -299,7 +299,7 @@ def _remembered(folder: Path) -> JobStatus | None:
     state = JobState.FAILED if code else JobState.SUCCEEDED
     if code and (folder / "cancelled").exists():
         state = JobState.CANCELLED
-    return JobStatus(state=state, exit_code=code, detail="SLURM has forgotten it; its own note says so")
+    return JobStatus(state=state, exit_code=code, detail="SLURM has forgotten it; this is what its script wrote down")
 
 
 def _with_rank(line: str) -> str:

@@ -71,15 +71,6 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group_over(dist.get_process_group_ranks(group))
 
 
-def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
-    """This rank's groups of `root` and one other rank, by that rank; every rank of the world calls this.
-
-    Why: threads of `root` that each talk to one rank have no common order, and operations of one group need one.
-    """
-    pairs = {rank: _new_group([root, rank]) for rank in range(dist.get_world_size()) if rank != root}
-    return {rank: pair for rank, pair in pairs.items() if pair is not None}
-
-
 def _new_group(members: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
     """c10d's group over `members`, known to `abort`; None for a rank outside. Any: c10d's own arguments."""
     backend = options.get("backend") or str(dist.get_backend_config())

@@ -19,7 +19,7 @@ _BUFFER_BYTES = 1 << 16
 
 
 class FrameReader:
-    """Takes what arrives on one connection; raises BadFrame at the first frame that is none."""
+    """Takes what arrives on one connection; raises BadFrame at the first that is not a frame."""
 
     def __init__(self, frames: Frames, open_head: OpenHead) -> None:
         self._frames = frames

@@ -24,7 +24,7 @@ LENGTHS_BYTES = _LENGTHS.size
 
 
 class BadFrame(ConnectionAbortedError):
-    """What arrived is no frame of a member of the job. The connection is of no use any more: close it."""
+    """What arrived is not a frame of a member of the job. The connection is of no use any more: close it."""
 
 
 class FrameLimits(NamedTuple):

@@ -220,7 +220,7 @@ class Lane:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._files.extend(array.array("i", data[: len(data) - len(data) % 4]))
         if len(self._files) > _MOST_FILES:
-            raise BadFrame("more descriptors than messages that speak of them")
+            raise BadFrame("more file descriptors than messages that announce them")
         return num_bytes
 
     def _watch(self) -> None:

@@ -39,7 +39,7 @@ def prove(
 ) -> ProvedSocket:
     """Prove the secret to the other end and have it proved, in blocking calls.
 
-    The result has taken the socket over. Raises BadFrame if the other end is no member of the job, and OSError; then
+    The result has taken the socket over. Raises BadFrame if the other end is not a member of the job, and OSError; then
     the socket is closed. `context` saves making one.
     """
     deadline_s = time.monotonic() + timeout_s

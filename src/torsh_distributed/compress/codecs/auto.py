@@ -75,7 +75,6 @@ class AutoCodec(Codec):
     """A choice among codecs, made for each stream by measurement, the same on all ranks."""
 
     name = "auto"
-    is_unbiased = False
     is_deterministic = False
 
     def __init__(self, codecs: Mapping[str, Codec]) -> None:

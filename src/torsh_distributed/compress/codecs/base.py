@@ -64,9 +64,6 @@ class Codec(ABC):
     name: ClassVar[str]
     """As in a plan: `int8`, `topk`."""
 
-    is_unbiased: ClassVar[bool]
-    """Whether the mean of many decoded messages of `x` is `x`."""
-
     is_deterministic: ClassVar[bool]
     """Whether the payload depends on `x` alone, not on the key."""
 

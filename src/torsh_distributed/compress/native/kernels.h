@@ -17,7 +17,7 @@
 
 #define TSH_TINY 0x1p-120f       /* a block whose scale is below is sent as zeros: its inverse would overflow */
 #define TSH_MAX_BLOCK 2048       /* for all codecs but int8, which needs no scratch */
-#define TSH_INFINITY 0x7f800000u /* as bits; what is above is no number */
+#define TSH_INFINITY 0x7f800000u /* as bits; what is above is not a number */
 
 static inline float float_of(uint32_t bits) {
     float value;

@@ -22,9 +22,6 @@ FAULTS_VARIABLE = "TORSH_FAULTS"
 """Faults of a run, separated by semicolons."""
 LOG_VARIABLE = "TORSH_FAULT_LOG"
 """File in which faults and steps of all ranks are noted."""
-POINTS = ("", "data", "forward", "backward", "all_reduce", "optimizer", "save", "regroup", "stream")
-"""Where in a step; the empty one is its start, `regroup` is in a new world before its first step, `stream` in a worker
-that joins, while it gets the state. Your own loops may name others."""
 
 
 class FaultKind(StrEnum):
@@ -70,8 +67,6 @@ _TIMED = {
 _NEEDS_SECONDS = {FaultKind.DELAY, FaultKind.SLOW, FaultKind.LOCK_GIL}
 _NEEDS_TARGET = {FaultKind.LINK_DOWN, FaultKind.SLOW_LINK}
 _FROM_A_THREAD = {FaultKind.KILL, FaultKind.STOP, FaultKind.SEGFAULT, FaultKind.LOCK_GIL}
-DEADLY = frozenset({FaultKind.KILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.RAISE})
-"""The process ends by them."""
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _SHAPE = re.compile(
@@ -92,6 +87,8 @@ class Fault:
     rank: int
     step: int
     point: str = ""
+    """data, forward, backward, all_reduce, optimizer or save; empty is the start of the step. `regroup` is in a new
+    world before its first step, `stream` in a worker that joins, while it gets the state. Loops may name others."""
     after_s: float | None = None
     """Seconds after the point, from a thread: to hit what takes a while in its middle."""
     attempt: int = 0

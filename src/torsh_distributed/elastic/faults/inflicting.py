@@ -92,7 +92,7 @@ def _harm_link(fault: Fault) -> None:
         limit = ["rate", f"{kbit}kbit", "burst", "64kb", "latency", "50ms"]
         harm, undo = ["tc", "qdisc", "replace", "dev", name, "root", "tbf", *limit], f"tc qdisc del dev {name} root"
     if not name.replace("-", "").replace(".", "").replace("_", "").isalnum():
-        raise InvalidArgument("that is no name of an interface", target=name)
+        raise InvalidArgument("that is not the name of an interface", target=name)
     try:
         done = subprocess.run(harm, capture_output=True, text=True, timeout=10, check=False)
     except OSError as error:

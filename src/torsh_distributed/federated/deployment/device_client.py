@@ -42,6 +42,7 @@ from torsh_distributed.federated.privacy.client_privacy import LocalPrivacy
 from torsh_distributed.federated.privacy.secure_sum.secure_aggregation import SecureAggregation
 from torsh_distributed.federated.privacy.secure_sum.sum_member import SumMember
 from torsh_distributed.federated.privacy.secure_sum.sum_roster import SumContext
+from torsh_distributed.federated.random_seeds import derived_seed, drawing_as_of
 from torsh_distributed.federated.rounds.round_order import RoundOrder
 from torsh_distributed.private_files import open_private
 
@@ -87,9 +88,10 @@ class DeviceClient:
         self._server_file = directory / "server.digest"
         self._token = None if token is None else EnrolmentToken.parse(token)
         self._server_digest = self._known_server()
-        self._replica = ModelVector(task.model())
-        self._memory = ClientMemory(directory)
         self._config = config_of(task)
+        with drawing_as_of(derived_seed(self._config.seed, "model")):  # as the server did
+            self._replica = ModelVector(task.model())
+        self._memory = ClientMemory(directory)
         self._secure = secure_aggregation or self._config.secure_aggregation
         self._peers = KnownPeers(directory, peers)
         self._is_metered = is_metered or (lambda: False)
@@ -119,7 +121,7 @@ class DeviceClient:
                 if time.monotonic() - last_seen_s > self._give_up_s:
                     raise CommunicationError(
                         f"the server cannot be reached: {first_line(error)}",
-                        hint="look whether it runs at this address; a device tries for give_up_s (--give-up-s)",
+                        hint="check that it runs at this address; a device tries for give_up_s (--give-up-s)",
                         address=str(self._address or "discovered"),
                     ) from error
                 self._ended.wait(pause_s)
@@ -188,6 +190,8 @@ class DeviceClient:
             self._require_privacy(order)
             state = self._memory.state_after(counted) if order.keeps_state else {}
             work = order.work_of(self._name)
+            if isinstance(self._config.privacy, LocalPrivacy):
+                self._memory.count_private(self._config.privacy)  # before the update is there: a crash cannot undo it
             with heartbeat.beating():
                 update, new_state = train_client(self._task, self._replica, order.model, self._data, work, state)
             if new_state:

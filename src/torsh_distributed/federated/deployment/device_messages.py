@@ -69,19 +69,19 @@ def pack_update(update: ClientUpdate) -> bytes:
 
 
 def open_update(payload: bytes | memoryview) -> ClientUpdate:
-    """The update in a payload; SerializationError if it is none."""
+    """The update in a payload; SerializationError if it is not one."""
     fields = deserialize(bytes(payload))
     if not isinstance(fields, dict) or set(fields) != {*_UPDATE_FIELDS, "delta", "extras"}:
-        raise SerializationError("a payload that is no update")
+        raise SerializationError("a payload that is not an update")
     for name, kind in _UPDATE_FIELDS.items():
         if type(fields[name]) is not kind:
             raise SerializationError(f"an update whose {name} is no {kind.__name__}")
     if not all(isinstance(key, str) and type(value) is float for key, value in fields["figures"].items()):
-        raise SerializationError("an update whose figures are no numbers")
+        raise SerializationError("an update whose figures are not numbers")
     if not isinstance(fields["extras"], dict):
-        raise SerializationError("an update whose extras are no dict")
+        raise SerializationError("an update whose extras are not a dict")
     if not all(isinstance(vector, Tensor) for vector in (fields["delta"], *fields["extras"].values())):
-        raise SerializationError("an update with vectors that are no tensors")
+        raise SerializationError("an update with vectors that are not tensors")
     return ClientUpdate(**fields)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.comm.serialization import serialize
-from torsh_distributed.comm.transport.connection import Connection
 from torsh_distributed.comm.transport.frames import BadFrame
-from torsh_distributed.errors import ConfigurationError, SerializationError, TorshError, first_line
+from torsh_distributed.errors import ConfigurationError, SerializationError, TorshError
 from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.deployment.connected_device import ConnectedDevice
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
 from torsh_distributed.federated.deployment.device_links import LinkAdaptation
+from torsh_distributed.federated.deployment.device_listener import JOIN_S, DeviceListener
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
     joining_message,
@@ -45,8 +44,6 @@ from torsh_distributed.federated.rounds.round_order import HandOut, RoundOrder, 
 from torsh_distributed.federated.signatures import is_signed_by
 
 _log = logging.getLogger(__name__)
-_JOIN_S = 10.0
-_MOST_STRANGERS = 64
 
 
 class RoundServer:
@@ -81,7 +78,7 @@ class RoundServer:
         self._deadline_s = deadline_s
         self._heartbeat = heartbeat or HeartbeatSettings()
         self._links = links or LinkAdaptation(slow_mbps=0, deadline_factor=None, uses_metered=True)
-        self._context, self.digest = server_context(directory, DeviceKey.load_or_make(directory / "server.key"))
+        context, self.digest = server_context(directory, DeviceKey.load_or_make(directory / "server.key"))
         self.devices = DeviceList(directory)
         self._changed = threading.Condition()
         self._connected: dict[str, ConnectedDevice] = {}
@@ -93,12 +90,9 @@ class RoundServer:
         """Device to the nonce of its last update that is part of the model."""
         self._taken: dict[str, bytes] = {}
         """The same of the round that may count."""
-        self._is_closed = False
-        self._threads: set[threading.Thread] = set()
-        self._sockets: set[socket.socket] = set()
-        self._listening = socket.create_server((host, port))
-        self.address: tuple[str, int] = self._listening.getsockname()[:2]
-        self._start(self._accept)
+        self._listener = DeviceListener((host, port), context, self._serve)
+        self.address = self._listener.address
+        self._listener.begin()
 
     def new_token(self) -> str:
         """For one device."""
@@ -245,44 +239,31 @@ class RoundServer:
 
     # Connections
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listening.accept()
-            except OSError:
-                return  # closed
-            with self._changed:
-                is_full = len(self._sockets) - len(self._connected) >= _MOST_STRANGERS
-                if not is_full:
-                    self._sockets.add(sock)
-            if is_full:
-                sock.close()
-            else:
-                self._start(self._serve, sock)
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: ssl.SSLSocket) -> None:
         """One connection, on a thread of its own."""
         device: ConnectedDevice | None = None
         reason = "its connection ended"
         try:
-            sock.settimeout(_JOIN_S)
-            tls = self._context.wrap_socket(sock, server_side=True)
-            with self._changed:
-                self._sockets.discard(sock)
-                self._sockets.add(tls)
-            sock = tls
-            device = self._admit(over_tls(tls, self._most_bytes, _JOIN_S))
+            sock.do_handshake()
+            device = self._admit(sock)
             for head, payload in device.replies():
                 self._take(device, head, payload)
-        except (OSError, SerializationError) as error:
-            _log.info("a connection ended: %s", first_line(error))
-            if device is not None and isinstance(error, TimeoutError):
+        except SerializationError as error:
+            raise BadFrame(error.message) from error
+        except TimeoutError:
+            if device is not None:
                 reason = device.heartbeat.silence()
+            raise
         finally:
-            self._forget(device, sock, reason)
+            if device is not None:
+                self._forget(device, reason)
 
-    def _admit(self, connection: Connection) -> ConnectedDevice:
-        """Who proves that it is an enrolled device, with the model of this server; BadFrame if not."""
+    def _admit(self, sock: ssl.SSLSocket) -> ConnectedDevice:
+        """Who proves that it is an enrolled device, with the model of this server; BadFrame if not.
+
+        Only then are payloads taken from it, on a connection with their limit.
+        """
+        connection = over_tls(sock, 0, JOIN_S)
         nonce = secrets.token_bytes(32)
         connection.send(["hello", nonce])
         head, _ = connection.receive()
@@ -303,6 +284,8 @@ class RoundServer:
             connection.send(["refused", error.message])
             raise BadFrame(error.message) from error
         connection.send(["welcome", self._heartbeat.beat_s, self._heartbeat.expire_s])
+        self._listener.has_joined(sock)
+        connection = over_tls(sock, self._most_bytes, JOIN_S)
         device = ConnectedDevice(name, public, connection, self._heartbeat, is_metered=is_metered)
         with self._changed:
             earlier = self._connected.get(name)
@@ -359,46 +342,19 @@ class RoundServer:
             self._open.fail(name, reason)
             self._changed.notify_all()
 
-    def _forget(self, device: ConnectedDevice | None, sock: socket.socket, reason: str) -> None:
+    def _forget(self, device: ConnectedDevice, reason: str) -> None:
         with self._changed:
-            self._sockets.discard(sock)
-            if device is not None:
-                device.close()
-            if device is not None and self._connected.get(device.name) is device:
+            device.close()
+            if self._connected.get(device.name) is device:
                 del self._connected[device.name]
                 self._fail(device.name, reason)
             self._changed.notify_all()
-        sock.close()
-
-    def _start(self, target: Any, *args: Any) -> None:
-        def run() -> None:
-            try:
-                target(*args)
-            finally:
-                with self._changed:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name="federated-server", daemon=True)
-        with self._changed:
-            self._threads.add(thread)
-        thread.start()
 
     def close(self, *, is_done: bool = False) -> None:
         """End all connections; `is_done` tells devices that the run is over, so they do not come again."""
-        self._is_closed = True
         with self._changed:
             for device in self._connected.values() if is_done else ():
                 device.say(["end"])
             if is_done:
-                self._changed.wait_for(lambda: not self._connected, _JOIN_S)
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        with self._changed:
-            sockets, threads = list(self._sockets), list(self._threads)
-        for sock in sockets:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        deadline_s = time.monotonic() + _JOIN_S
-        for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+                self._changed.wait_for(lambda: not self._connected, JOIN_S)
+        self._listener.close()

@@ -16,6 +16,7 @@ from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.model_vector import ModelVector
+from torsh_distributed.federated.random_seeds import derived_seed, drawing_as_of
 from torsh_distributed.federated.rounds.round_loop import FederatedResult, RoundLoop, RoundRecord
 
 
@@ -47,13 +48,14 @@ def serve_devices(
     )
     is_done = False
     try:
+        loop = RoundLoop(task, config, server, directory=directory)  # first: one process has a directory
         for name in revoked:
             server.revoke(name)
         say(f"serving {server.address[0]}:{server.address[1]}")
         for _ in range(num_tokens):
             say(f"token {server.new_token()}")
         with announced(server.address, server.digest) if announces else contextlib.nullcontext():
-            result = RoundLoop(task, config, server, directory=directory).run(on_round)
+            result = loop.run(on_round)
         is_done = True
     finally:
         server.close(is_done=is_done)
@@ -72,7 +74,8 @@ def open_server(
     links: LinkAdaptation | None,
 ) -> RoundServer:
     """A server for devices with the task's model."""
-    replica = ModelVector(task.model())
+    with drawing_as_of(derived_seed(config.seed, "model")):  # devices make the same integer buffers
+        replica = ModelVector(task.model())
     if links is not None and replica.dtype != torch.float32:
         raise ConfigurationError("codecs are for models of float32", hint="leave links (--adapt-links) out")
     return RoundServer(

@@ -97,10 +97,10 @@ def serve_tier(
     )
     is_done = False
     try:
+        loop = RoundLoop(task, config, server, directory=directory)  # first: one process has a directory
         say(f"serving {server.address[0]}:{server.address[1]}")
         for _ in range(num_tokens):
             say(f"token {server.new_token()}")
-        loop = RoundLoop(task, config, server, directory=directory)
         client = DeviceClient(
             _TierTask(task, loop, period, on_round),
             upstream,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torsh_distributed.comm.serialization import deserialize, serialize
-from torsh_distributed.errors import CheckpointError, SerializationError
+from torsh_distributed.errors import CheckpointError, ConfigurationError, SerializationError
 from torsh_distributed.private_files import open_private
 
 _MAGIC = b"torsh-round-1\n"
@@ -21,6 +24,26 @@ class RoundFile:
     def __init__(self, directory: Path, name: str = "rounds.state") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / name
+
+    def held(self) -> Self:
+        """This file, for this process alone to write. ConfigurationError if another process holds it.
+
+        Why: each of two would replace the rounds of the other, and neither would count the privacy that the other
+        spends. The lock is a file beside this one, which is replaced; the kernel gives it back when the process ends.
+        """
+        lock = open_private(self._path.with_suffix(".lock"), os.O_WRONLY)
+        weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return self  # a file system without locks
+            raise ConfigurationError(
+                "another process is at work in this directory",
+                hint="end it, or choose another directory",
+                path=str(self._path),
+            ) from error
+        return self
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the state. After a crash the file has the old one or the new one, never a part."""

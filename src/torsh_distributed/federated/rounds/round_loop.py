@@ -76,10 +76,12 @@ class RoundLoop:
         """The global model's values."""
         self._weight = 0.0
         """Of the last round's updates together, where they were averaged."""
+        if config.privacy is not None:
+            _require_no_statistics(self._global.model)
         if self.vector.dtype != torch.float32 and {config.upload, config.download} != {WHOLE}:
             raise ConfigurationError("codecs are for models of float32", hint="leave upload and download at 'none'")
         self._records: list[RoundRecord] = []
-        self._file = None if directory is None else RoundFile(directory)
+        self._file = None if directory is None else RoundFile(directory).held()
         state = None if self._file is None else self._file.read()
         if state is not None:
             self._load(state)
@@ -125,7 +127,10 @@ class RoundLoop:
         order, chosen, replies = self._updates_of_round()
         combined = self._combined(replies)
         self._weight = replies.total.weight
-        self.vector = self._strategy.step(self.vector, combined, len(self._cohort.members()))
+        num_trained = self._global.num_trained
+        stepped = self._strategy.step(self.vector, combined, len(self._cohort.members()))
+        # Buffers take the mean itself: momentum or Adam would make variances negative.
+        self.vector = torch.cat([stepped[:num_trained], (self.vector + combined.delta)[num_trained:]])
         self._cohort.round_counts(order)
         record = RoundRecord(
             round=order.round,
@@ -208,12 +213,15 @@ class RoundLoop:
         strategy, local, config = self._strategy, self._config.privacy, self._config
         packed, model = None, self.vector
         if config.download != WHOLE:
-            packed = encoded(config.download, self.vector, model_seed(self.next_round))
-            model = decoded(config.download, packed, self.vector, model_seed(self.next_round))
+            seed, counts = model_seed(self.next_round), (self._global.num_parameters,) * 2
+            packed = encoded(config.download, self.vector, seed, *counts)
+            model = decoded(config.download, packed, self.vector, seed, *counts)
         return RoundOrder(
             round=self.next_round,
             attempt=attempt,
             model=model,
+            num_trained=self._global.num_trained,
+            num_parameters=self._global.num_parameters,
             packed_model=packed,
             download=config.download,
             upload=config.upload,
@@ -269,7 +277,9 @@ class RoundLoop:
         total = replies.total.total(self.vector)
         # Of all members: who is connected tells who took part.
         expected = self._probability * len(self._cohort.members())
-        delta = self._noise.private_mean(total, replies.num_unclipped, replies.num_updates, expected)
+        num_trained = self._global.num_trained
+        trained = self._noise.private_mean(total[:num_trained], replies.num_unclipped, replies.num_updates, expected)
+        delta = torch.cat([trained, torch.zeros_like(total[num_trained:])])
         return MeanUpdate(delta=delta.to(self._global.dtype), num_updates=replies.num_updates)
 
     @property
@@ -336,6 +346,17 @@ class RoundLoop:
             self._noise.load(state["noise"])
         self._cohort.load(state["cohort"])
         self._records = [RoundRecord(**record) for record in state["records"]]
+
+
+def _require_no_statistics(model: nn.Module) -> None:
+    """Running statistics tell of single samples, and with noise a variance may be negative."""
+    names = [name for name, module in model.named_modules() if getattr(module, "running_var", None) is not None]
+    if names:
+        raise ConfigurationError(
+            "differential privacy covers trained parameters, and this model has running statistics besides",
+            hint="use GroupNorm or LayerNorm, or track_running_stats=False",
+            modules=names[:_MOST_REASONS],
+        )
 
 
 def _counted(reasons: Iterable[str]) -> dict[str, int]:

@@ -38,6 +38,10 @@ class RoundOrder:
     round: int
     attempt: int
     model: Tensor
+    num_trained: int
+    """So many of the model's first values are of parameters that are trained."""
+    num_parameters: int
+    """So many are of parameters; buffers follow."""
     epochs: int
     seed: int
     proximal: float = 0.0
@@ -84,7 +88,9 @@ class RoundOrder:
         """The order that `message` made; `like`: a vector of the model's size and dtype."""
         packed = message["packed_model"]
         if packed is not None:
-            message = {**message, "model": decoded(message["download"], packed, like, model_seed(message["round"]))}
+            seed, num_parameters = model_seed(message["round"]), message["num_parameters"]
+            model = decoded(message["download"], packed, like, seed, num_parameters, num_parameters)
+            message = {**message, "model": model}
         return cls.from_plain(message)
 
     @property
@@ -205,7 +211,8 @@ class UpdateIntake:
         order, method = self._order, upload or self._order.upload
         if method != WHOLE:
             try:
-                update.delta = decoded(method, update.delta, order.model, order.codec_seed(update.client))
+                seed, counts = order.codec_seed(update.client), (order.num_trained, order.num_parameters)
+                update.delta = decoded(method, update.delta, order.model, seed, *counts)
             except CompressionError as error:
                 return self._refuse(update.client, error.message)
         return self.take(update)
@@ -222,7 +229,10 @@ class UpdateIntake:
             self.replies.total.add(update, vector, 1.0)
             self.replies.num_unclipped += is_whole
         else:
-            vector = self._strategy.vector(update) * self._order.scale
+            # Of running statistics only a mean is one again, so a strategy's own measure is not for them.
+            num_trained = self._order.num_trained
+            vector = torch.cat([self._strategy.vector(update)[:num_trained], update.delta[num_trained:]])
+            vector.mul_(self._order.scale)
             self.replies.total.add(update, vector, self._strategy.weight(update))
         speed = update.num_steps / update.duration_s if update.duration_s > 0 else 0.0
         self.replies.measured[update.client] = update.num_samples, speed
@@ -248,6 +258,10 @@ class UpdateIntake:
             # The sum of finite values may overflow, and then all are looked at; of others it is never finite.
             if not math.isfinite(vector.sum().item()) and not bool(torch.isfinite(vector).all()):
                 return "it has values that are not finite"
+        order = self._order
+        is_private = order.central_clip is not None or order.local_clip is not None
+        if is_private and bool(update.delta[order.num_trained :].any()):
+            return "its training changed buffers or frozen parameters, which get no noise: private updates have none"
         if not 1 <= update.num_samples <= _MOST_SAMPLES:
             return f"it claims {update.num_samples} samples"
         if self._order.wants_step_norm and not 0 < update.step_norm < math.inf:

@@ -97,6 +97,7 @@ class ClientProcesses:
             kept=answer["kept"],
             num_unclipped=answer["num_unclipped"],
             failures=answer["failures"],
+            refused=set(answer["refused"]),
             figures=answer["figures"],
             measured={client: (samples, speed) for client, (samples, speed) in answer["measured"].items()},
         )
@@ -160,6 +161,7 @@ def _answer(
         "kept": share.replies.kept,
         "num_unclipped": share.replies.num_unclipped,
         "failures": share.replies.failures,
+        "refused": sorted(share.replies.refused),
         "figures": {name: [list(pair) for pair in pairs] for name, pairs in share.replies.figures.items()},
         "measured": {client: list(pair) for client, pair in share.replies.measured.items()},
         "bytes_up": share.replies.bytes_up,

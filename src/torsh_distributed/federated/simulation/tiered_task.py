@@ -63,14 +63,23 @@ class TieredTask(FederatedTask):
     @override
     def train(self, model: nn.Module, data: Any, epochs: int) -> Mapping[str, float]:
         """The aggregator's rounds. A client that fails is left out of its round; without any, the aggregator fails."""
-        if self._replica is None:
-            self._replica = ModelVector(self._task.model())
+        seed = int(torch.randint(2**62, ()))  # from the generator that was seeded for this aggregator and round
         whole = ModelVector(model)
         vector = whole.read()
-        seed = int(torch.randint(2**62, ()))  # from the generator that was seeded for this aggregator and round
+        if self._replica is None:  # behind the seed: a process's first aggregator draws what any other would
+            self._replica = ModelVector(self._task.model())
+            self._replica.take_integers(whole)
         replies = RoundReplies()
         for number in range(self._period):
-            order = RoundOrder(round=number, attempt=0, model=vector, epochs=epochs, seed=seed)
+            order = RoundOrder(
+                round=number,
+                attempt=0,
+                model=vector,
+                num_trained=whole.num_trained,
+                num_parameters=whole.num_parameters,
+                epochs=epochs,
+                seed=seed,
+            )
             replies = self._round(self._replica, order, data)
             vector = vector + replies.total.mean(vector.dtype).delta
         whole.write(vector)

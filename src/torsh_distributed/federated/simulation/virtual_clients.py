@@ -15,7 +15,7 @@ from torsh_distributed.federated.federated_config import FederatedConfig
 from torsh_distributed.federated.federated_task import FederatedTask
 from torsh_distributed.federated.local_training import train_client
 from torsh_distributed.federated.model_vector import ModelVector
-from torsh_distributed.federated.random_seeds import derived_seed
+from torsh_distributed.federated.random_seeds import derived_seed, seed_everything
 from torsh_distributed.federated.rounds.round_order import RoundOrder, RoundReplies, UpdateIntake
 
 
@@ -71,7 +71,10 @@ class VirtualClients:
         self._task = task
         self._config = config
         self._availability = availability
+        # Every process makes the same model, integer buffers too, and the same parts, also if a task draws them.
+        seed_everything(derived_seed(config.seed, "model"))
         self._replica = ModelVector(task.model())
+        seed_everything(derived_seed(config.seed, "partition"))
         self._parts: Sequence[Any] = task.partition(num_clients)
         if len(self._parts) != num_clients:
             raise InvalidArgument(

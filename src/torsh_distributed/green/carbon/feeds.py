@@ -281,11 +281,11 @@ def ask(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     except ConnectionError:  # one of them is an HTTPException too
         raise
     except http.client.HTTPException as error:
-        raise OSError(f"the feed does not speak HTTP: {first_line(repr(error))}") from None
+        raise OSError(f"the feed does not speak HTTP: {error!r}") from None
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidArgument("the feed answered something that is no JSON", got=repr(body[:60])) from None
+        raise InvalidArgument("the feed answered something that is not JSON", got=repr(body[:60])) from None
     if not isinstance(found, dict):
         raise InvalidArgument("the feed answered something else", got=repr(body[:60]))
     return found

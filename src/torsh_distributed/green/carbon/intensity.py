@@ -91,5 +91,5 @@ def read_time(text: str) -> float:
         if not 1 < found.year < 9999:  # its seconds may be no date again
             raise ValueError
     except ValueError:
-        raise InvalidArgument("this is no time", hint="write 2026-11-18T16:00Z", got=text[:60]) from None
+        raise InvalidArgument("this is not a time", hint="write 2026-11-18T16:00Z", got=text[:60]) from None
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()

@@ -88,7 +88,7 @@ class CauseFinder:
         return found
 
     def primary(self) -> EndReport | None:
-        """The earliest failure that is no consequence of another rank's; None if all are.
+        """The earliest failure that is not a consequence of another rank's; None if all are.
 
         If memory ran out, the kernel may kill more than one, and who held most takes longest to end: size counts there.
         """

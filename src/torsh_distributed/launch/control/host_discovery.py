@@ -160,7 +160,7 @@ def find_hosts(spec: DiscoverySpec) -> dict[str, int]:
 
 
 def await_slots(spec: DiscoverySpec, count: int, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, int]:
-    """The first answer with at least that many slots; raises at the first that is none, or if none comes in time."""
+    """The first answer with at least that many slots; raises at the first bad one, or if none comes in time."""
     deadline_s = time.monotonic() + timeout_s
     offered: int | None = None
     while True:

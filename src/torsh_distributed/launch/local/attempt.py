@@ -433,7 +433,7 @@ class LocalAttempt:
         A worker that is on its way out after an exception gets no signal. A second call only replaces `then`.
         """
         is_first = self._after_stop is None
-        self._after_stop = then  # before the signals: the exits that they cause are no failures
+        self._after_stop = then  # before the signals: the exits that they cause are not failures
         if not self._workers.running:
             self._context.loop.call_later(0, then)
         elif is_first:

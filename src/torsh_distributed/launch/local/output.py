@@ -68,7 +68,7 @@ class LineSplitter:
         lines = []
         start = 0
         for match in self._LINE_END.finditer(buffer):
-            # A progress bar begins with a carriage return, which is no empty line.
+            # A progress bar begins with a carriage return, which is not an empty line.
             if match.start() > start or match.group() != b"\r":
                 lines.append(buffer[start : match.start()])
             start = match.end()

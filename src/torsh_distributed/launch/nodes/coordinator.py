@@ -63,10 +63,6 @@ class Coordinator:
         """Node ranks whose workers may still run."""
         return sorted(self._joined - self._done - self._dropped)
 
-    def has_joined(self, node_rank: int) -> bool:
-        """Whether that node is part of the job."""
-        return node_rank in self._joined
-
     def joined(self, node_rank: int) -> list[Decision]:
         """A node that fits the job has joined. One that joins later has no worker yet."""
         self._joined.add(node_rank)

@@ -136,7 +136,7 @@ class LauncherListener:
     def _handle_join_request(self, connection: LauncherConnection, message: Message) -> None:
         """The first record of a connection that proved the secret: the node joins, or is told why not."""
         if not isinstance(message, JoinRequest):
-            self._turn_away(connection, "its first record is no join request")
+            self._turn_away(connection, "its first record is not a join request")
             return
         self._deadlines.pop(connection).cancel()
         self._strangers.release(connection)

@@ -140,7 +140,7 @@ class MemberSaid:
 
     @classmethod
     def read(cls, attempt: int, member: int, message: Mapping[str, Any]) -> Self | None:
-        """What a worker said in these words; None if they are none that a worker says."""
+        """What a worker said in these words; None if no worker says that."""
         numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
         said = _read_words(message, numbers)
         if said is None:
@@ -172,7 +172,7 @@ class ChangeSaid:
 
     @classmethod
     def read(cls, attempt: int, member: int, message: Mapping[str, Any]) -> Self | None:
-        """What a worker answered in these words; None if they are no answer."""
+        """What a worker answered in these words; None if they are not an answer."""
         numbers = {name: message.get(name, 0) for name in ("number", "at", "step")}
         said = _read_words(message, numbers)
         if said is None:
@@ -367,7 +367,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The record in `data`, which came from elsewhere; raises SerializationError if it is none of these."""
+    """The record in `data`, which came from elsewhere; raises SerializationError if it is not one of these."""
     from pydantic import ValidationError
 
     try:

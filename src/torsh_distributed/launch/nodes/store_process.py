@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _tls(files: list[str]) -> JobTls | None:
-    """Certificate, key and authority, whose paths are no secret."""
+    """Certificate, key and authority, whose paths are not secret."""
     if not files:
         return None
     from torsh_distributed.comm.trust.job_tls import JobTls

@@ -89,7 +89,7 @@ class JobObserver:
         try:
             wanted = ObserveSettings.from_dict(message)
         except InvalidArgument as error:
-            self._output.warn(f"a worker's wish to be observed is not understood: {error.message}")
+            self._output.warn(f"a worker's request to be observed is not understood: {error.message}")
             return
         if wanted.is_active:
             self._begin(wanted)

@@ -139,10 +139,6 @@ class HostConnection:
             except BrokenPipeError:
                 return
 
-    def hang_up(self) -> None:
-        """End the connection: the host's launcher notices the end of its stdin and ends its part."""
-        self._close_stdin()
-
     def close(self) -> None:
         """End ssh at once."""
         self._close_stdin()

@@ -54,7 +54,7 @@ class HostOrder:
 
     @staticmethod
     def from_line(line: bytes) -> HostOrder:
-        """The order in the line; raises pydantic's ValidationError if it is none."""
+        """The order in the line; raises pydantic's ValidationError if it is not one."""
         order: HostOrder = _adapter().validate_json(line)
         return order
 

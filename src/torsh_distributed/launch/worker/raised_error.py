@@ -267,7 +267,7 @@ def communication_call(places: Iterable[Place]) -> str | None:
 
 
 def is_start(file: str) -> bool:
-    """Whether a file is one that starts the script: its frames are no part of the user's program."""
+    """Whether a file is one that starts the script: its frames are not part of the user's program."""
     return file in _STARTS
 
 

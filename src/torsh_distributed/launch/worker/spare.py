@@ -70,7 +70,7 @@ def order_worker(
     socket.send_fds(spare, [json.dumps(order).encode()], fds)
     told = spare.recv(MAX_MESSAGE_BYTES)
     if not told:
-        raise ConnectionResetError("the process that forks workers ended over this one")
+        raise ConnectionResetError("the process that forks workers ended while it started this one")
     return int(json.loads(told)["pid"])
 
 

@@ -283,7 +283,7 @@ class FairScaleConfig(ForeignConfig):
         if not isinstance(size, int) or not isinstance(batch_size, int) or size < 1 or batch_size % size:
             draft.problem(
                 "pipeline.micro_batch_size",
-                f"batch_size {batch_size} is no multiple of pipeline.micro_batch_size {size}",
+                f"batch_size {batch_size} is not a multiple of pipeline.micro_batch_size {size}",
                 "give a size that divides the batch",
             )
             return

@@ -23,7 +23,7 @@ def broadcast_parameters(
 ) -> None:
     """Make parameters equal to those of `root_rank`, in place: a `state_dict`, or a list of tensors or (name, tensor).
 
-    Values of a dict that are no tensors, and missing ones, are skipped.
+    Values of a dict that are not tensors, and missing ones, are skipped.
     """
     pairs = _named(params)
     copies: list[tuple[Tensor, Tensor]] = []

@@ -122,7 +122,7 @@ def _read_index(path: Path) -> Any:
             path=str(path),
         ) from error
     if not isinstance(getattr(found, "state_dict_metadata", None), dict) or not isinstance(found.storage_data, dict):
-        raise CheckpointError(f"{path.name}/{INDEX} is no index of torch.distributed.checkpoint", path=str(path))
+        raise CheckpointError(f"{path.name}/{INDEX} is not an index of torch.distributed.checkpoint", path=str(path))
     return found
 
 
@@ -141,7 +141,7 @@ def _put_chunks_together(
     for index, where in held:
         part = _load_part(path, index, where)
         if not isinstance(part, Tensor):
-            raise CheckpointError(f"{path.name}: {name} is no tensor in {where.relative_path}")
+            raise CheckpointError(f"{path.name}: {name} is not a tensor in {where.relative_path}")
         offsets = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
         ends = [start + size for start, size in zip(offsets, part.shape, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):

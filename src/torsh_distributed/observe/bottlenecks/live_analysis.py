@@ -97,7 +97,7 @@ def _optimizer_share(seen: RankView) -> float:
 
 
 def _recorded(rank: int, step: StepRecord, optimizer_share: float) -> RecordedStep:
-    """The parts of a step. Of one that was not looked at, what is no wait is computing, and its share the optimizer."""
+    """The parts of a step. If it was not looked at, what is not waiting is computing, a share of it the optimizer."""
     found = RecordedStep(rank, step.step, step.time - step.step_s, step.time)
     is_split = step.forward_s is not None or step.backward_s is not None
     computed_s, optimizer_s = (step.forward_s or 0.0) + (step.backward_s or 0.0), step.optimizer_s or 0.0

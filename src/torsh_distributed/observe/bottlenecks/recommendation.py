@@ -37,7 +37,7 @@ class Recommendation:
     is_bound: bool = False
     """Whether the gain is the most there can be: a cost of the change was not measured."""
     plan_change: str = ""
-    """The change as text of a plan; empty if it is none of a plan."""
+    """The change as text of a plan; empty if it does not change a plan."""
     overrides: dict[str, str] = field(default_factory=dict)
     """The same as variables, for `torsh tune`; empty if nobody but the user can make the change."""
     confidence: float = 1.0

@@ -124,7 +124,7 @@ class RiskMonitor:
         return RiskScore(time=event.time, rank=event.rank, score=score, reason="temperature", detail=detail)
 
     def _observe_errors(self, event: HardwareEvent) -> RiskScore | None:
-        """What a device counted before the run is no trend of it."""
+        """What a device counted before the run does not belong to the run's trend."""
         if event.corrected_errors is None and event.uncorrected_errors is None:
             return None
         corrected, uncorrected = event.corrected_errors or 0, event.uncorrected_errors or 0

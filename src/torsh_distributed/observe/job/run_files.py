@@ -32,7 +32,7 @@ class _EventFile:
         self._offset = 0
 
     def read(self) -> list[Any]:
-        """The records since the last call, at most some megabytes of them; None for a line that is no record."""
+        """The records since the last call, at most some megabytes of them; None for a line that is not a record."""
         with self._path.open("rb") as file:
             if self._offset > os.fstat(file.fileno()).st_size:
                 self._offset = 0  # it was set aside, and started again

@@ -48,7 +48,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     Matrix products, convolutions and attention count, at two operations for each multiply-add.
     A product whose two factors need gradients has two more products in backward; with frozen weights it has one.
-    Recomputing activations is not counted, as it is no work of the model. torch's FlopCounterMode counts backward
+    Recomputing activations is not counted, as it is not work of the model. torch's FlopCounterMode counts backward
     passes only while it is entered, and it cannot be left entered behind a user's back. Shards count what this rank
     does: an operation on DTensors is left to them, and what they do with local tensors comes here.
     """

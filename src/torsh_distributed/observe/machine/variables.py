@@ -124,7 +124,7 @@ def _master(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
     port = _number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
         yield _error(
-            "MASTER_PORT", f"MASTER_PORT={port} is no port", "ports are 1 to 65535", f"use {DEFAULT_MASTER_PORT}"
+            "MASTER_PORT", f"MASTER_PORT={port} is not a port", "ports are 1 to 65535", f"use {DEFAULT_MASTER_PORT}"
         )
     if world is None or world == 1:
         return

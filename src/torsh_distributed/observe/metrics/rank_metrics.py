@@ -114,7 +114,7 @@ def _finite_numbers(given: list[Any]) -> list[float]:
 
 
 def _number(given: object) -> float:
-    """What was recorded, as a float; NaN for what is no number."""
+    """What was recorded, as a float; NaN for what is not a number."""
     try:
         return float(given)  # type: ignore[arg-type]  # whatever the user gave
     except (TypeError, ValueError, OverflowError):

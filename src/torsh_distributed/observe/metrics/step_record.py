@@ -166,7 +166,7 @@ def pack_steps(records: Iterable[StepRecord]) -> str:
 
 
 def unpack_steps(text: Any, *, most: int) -> tuple[list[StepRecord], int]:
-    """The newest of what another process packed, and how many of them are no steps."""
+    """The newest of what another process packed, and how many of them are not steps."""
     if not isinstance(text, str):
         return [], int(text is not None)
     try:

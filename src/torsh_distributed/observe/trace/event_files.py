@@ -36,7 +36,7 @@ class RecordedRun:
     ranks: dict[int, list[Record]] = field(default_factory=dict)
     launchers: list[Record] = field(default_factory=list)
     num_damaged: int = 0
-    """Lines that are no events."""
+    """Lines that are not events."""
 
     def of(self, *kinds: str) -> Iterator[tuple[int, Record]]:
         """Rank and event, for all events of these kinds."""

@@ -110,7 +110,7 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _spans(records: list[Record]) -> list[tuple[float, float]]:
-    """When this rank was inside an operation of this library, whose own messages are no operations of their own."""
+    """When this rank was inside an operation of this library, whose own messages are not operations by themselves."""
     return [
         (record["start_s"], record["start_s"] + record["duration_s"])
         for record in records

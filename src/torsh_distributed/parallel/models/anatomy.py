@@ -64,11 +64,6 @@ class ModelAnatomy:
     """What goes between modules, where the model declares it (transformers' pipeline plan)."""
     source: str = FOUND
 
-    @property
-    def is_declared(self) -> bool:
-        """Whether the model or its author says how it is split."""
-        return self.source != FOUND
-
 
 def anatomy_of(model: nn.Module) -> ModelAnatomy:
     """The parts of any model. Changes nothing and needs no process group; also for models on the meta device.

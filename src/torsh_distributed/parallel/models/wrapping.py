@@ -58,7 +58,7 @@ def _by_repetition(model: nn.Module) -> BlockLists:
 
 
 def _repeated(container: nn.Module) -> dict[str, nn.Module]:
-    """The members that have parameters, are no stages themselves, and share their class with another one."""
+    """The members that have parameters, are not stages themselves, and share their class with another one."""
     members = container.named_children()
     children = {name: child for name, child in members if has_params(child) and not _holds_blocks(child)}
     counts = Counter(type(child) for child in children.values())

@@ -206,7 +206,7 @@ def _check_sent(stage: nn.Module, _: Any, output: Any) -> None:
         kind += f" of {', '.join(type(one).__name__ for one in output) or 'nothing'}"
     raise InvalidArgument(
         f"the last layer of a stage returns a {kind}, but a tensor or a tuple of several tensors passes to the next",
-        hint="return a tensor by itself, and make what is no tensor where it is needed; or end the stage elsewhere",
+        hint="return a tensor by itself, and make what is not a tensor where it is needed; or end the stage elsewhere",
     )
 
 

@@ -128,7 +128,7 @@ def copy_part(parts: HeldParts, name: str, whole: Tensor, held: Tensor) -> None:
 
 
 def compute_buffers(model: nn.Module, device: torch.device, *, init_fn: ParamInit | None = None) -> None:
-    """Compute the buffers on meta that are no part of the model's state, in place, on `device`.
+    """Compute the buffers on meta that are not part of the model's state, in place, on `device`.
 
     By `init_fn(module)`, the model's own `_init_weights(module)` (transformers) or the module's `reset_parameters()`,
     called while the parameters are on meta, where filling them does nothing. InvalidArgument names a module that has
@@ -139,7 +139,7 @@ def compute_buffers(model: nn.Module, device: torch.device, *, init_fn: ParamIni
 
 
 def _computed_buffers(model: nn.Module, init_fn: ParamInit | None) -> Iterator[tuple[nn.Module, ParamInit]]:
-    """Modules on meta with buffers that are no part of the model's state, each with what fills them."""
+    """Modules on meta with buffers that are not part of the model's state, each with what fills them."""
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
     for path, module in model.named_modules():
         lacking = [
@@ -196,7 +196,7 @@ class DrawnWeights(ModelWeights):
 
     Every rank constructs it, before the model is split. It keeps a copy of the model on meta, whose blocks get values
     one after the other and lose them once this rank has taken its part: no rank holds more than a block beside it.
-    Buffers that are no part of the model's state are computed here, as for stored weights.
+    Buffers that are not part of the model's state are computed here, as for stored weights.
     """
 
     def __init__(self, model: nn.Module, *, init_fn: ParamInit | None, seed: int) -> None:

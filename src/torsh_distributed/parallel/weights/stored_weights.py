@@ -79,7 +79,9 @@ class StoredWeights(ModelWeights):
                 continue
             seen.add(id(held))
             if held.is_meta:
-                raise CheckpointError(f"{plain} has no memory to be read into", hint="report this: it is our mistake")
+                raise CheckpointError(
+                    f"{plain} has no memory to be read into", hint="this is our mistake: please report it"
+                )
             stored, into = self._stored[plain], local_of(held.detach())
             rows = parts.rows(plain, stored.shape, held)
             if rows is None:

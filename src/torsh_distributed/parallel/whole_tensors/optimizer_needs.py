@@ -71,7 +71,7 @@ def known_needs(optimizer: Optimizer) -> Needs | None:
     if declared is not None:
         if declared not in get_args(Needs):
             raise InvalidArgument(
-                f"{type(optimizer).__name__}.{DECLARATION} is none of {', '.join(get_args(Needs))}", got=declared
+                f"{type(optimizer).__name__}.{DECLARATION} is not one of {', '.join(get_args(Needs))}", got=declared
             )
         return cast(Needs, declared)
     inner = inner_optimizer(optimizer)

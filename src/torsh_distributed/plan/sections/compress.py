@@ -149,7 +149,7 @@ class CompressConfig(Section):
             return
         wanted = METHODS[name].number
         if self.adapt == "loss_aware" and name in ("none", "auto"):
-            yield Problem("adapt", f"compress.adapt loss_aware: {name} is no method to adapt", _GIVE_ONE)
+            yield Problem("adapt", f"compress.adapt loss_aware: {name} is not a method to adapt", _GIVE_ONE)
         elif self.adapt not in ("none", "loss_aware") and name not in ADAPTABLE:
             yield Problem("adapt", f"compress.adapt: {name} has no number for how much is sent", _GIVE_ONE)
         if wanted is None:

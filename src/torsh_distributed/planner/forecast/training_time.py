@@ -94,7 +94,7 @@ def seconds_of(text: str) -> float:
     except ValueError:
         value = -1.0
     if value <= 0 or unit not in _UNITS_S or not math.isfinite(value):
-        raise InvalidArgument(f"{text} is no time", hint="such as 30d, 12h, 90min or 45s")
+        raise InvalidArgument(f"{text} is not a time", hint="such as 30d, 12h, 90min or 45s")
     return value * _UNITS_S[unit]
 
 
@@ -111,5 +111,5 @@ def count_of(text: str) -> float:
         value = -1.0
     unit = stripped[len(number) :]
     if value <= 0 or unit not in _COUNTS or not math.isfinite(value):
-        raise InvalidArgument(f"{text} is no number of tokens", hint="such as 1.5T, 300B or 20000000")
+        raise InvalidArgument(f"{text} is not a number of tokens", hint="such as 1.5T, 300B or 20000000")
     return value * _COUNTS[unit]

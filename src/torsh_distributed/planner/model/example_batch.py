@@ -32,7 +32,7 @@ class BatchShape:
     has_labels: bool
     """Whether the model takes labels and returns its loss."""
     others: Mapping[str, Any]
-    """Arguments that are no tensors."""
+    """Arguments that are not tensors."""
 
     def in_words(self) -> str:
         """The arguments of a sample, for a message."""

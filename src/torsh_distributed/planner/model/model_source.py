@@ -47,7 +47,7 @@ def find_model(where: str) -> FoundModel:
 
 
 def _refuse_script(where: str) -> None:
-    """A script of this folder is no model: said before a name that looks like none is asked for over the network."""
+    """A script of this folder is not a model: said before such a name is looked up on the network."""
     module_name, _, name = where.rpartition(".")
     script = Path(where) if name == "py" else Path(f"{module_name.replace('.', '/')}.py")
     if module_name and script.is_file():

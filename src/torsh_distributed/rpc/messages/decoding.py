@@ -90,11 +90,11 @@ def _checked_rows(table: memoryview) -> list[list[int]]:
     except (ValueError, msgpack.UnpackException) as error:
         raise BadFrame(f"a table that cannot be read: {error}") from error
     if not isinstance(rows, list) or not 0 < len(rows) <= MOST_BUFFERS + 1:
-        raise BadFrame("a table that is none")
+        raise BadFrame("a table that is not a list of rows")
     for index, row in enumerate(rows):
         is_row = isinstance(row, list) and 2 <= len(row) <= _MOST_DIMS + 2 and all(type(one) is int for one in row)
         if not is_row or not (FILE_KIND if index == 0 else TEXT_KIND) <= row[0] < len(DTYPES) or min(row[1:]) < 0:
-            raise BadFrame("a table with a row that is none")
+            raise BadFrame("a table with a row that is not valid")
         if row[0] < 0 and len(row) != 2:
             raise BadFrame("a table with a text that has a shape")
     return rows
@@ -109,7 +109,7 @@ def _file_buffers(
 ) -> list[Any]:
     """The buffers in a memory file that arrived with the head: nothing is copied, but texts."""
     if not files:
-        raise BadFrame("a head that speaks of a file that did not come")
+        raise BadFrame("a head that announces a file that did not arrive")
     file = files.popleft()
     sizes = list(map(_row_bytes, rows))
     places = places_of(sizes)
@@ -142,14 +142,14 @@ class Opened:
         self._unknown: str | None = None
 
     def read(self, registry: ValueRegistry) -> list[Any]:
-        """The message, once its buffers are here; BadFrame if it is none. What is not known here ends it by name."""
+        """The message, once its buffers are here; BadFrame if it is not one. What is not known here ends it by name."""
         self._registry = registry
         try:
             message = msgpack.unpackb(self._body, ext_hook=self._shrink, strict_map_key=False)
         except (ValueError, TypeError, msgpack.UnpackException, RecursionError, struct.error, LookupError) as error:
             raise BadFrame(f"a message that cannot be read: {error}") from error
         if not isinstance(message, list) or len(message) < 2:
-            raise BadFrame("a message that is none")
+            raise BadFrame("a message that is not a list")
         if self._unknown is not None:
             message.append(UnknownPart(self._unknown))
         return message

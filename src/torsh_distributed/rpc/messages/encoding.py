@@ -58,7 +58,7 @@ class ValueRegistry(Protocol):
         """The exposed function of that name."""
 
     def pack_reference(self, value: Any) -> list[Any] | None:
-        """A reference as plain values; None if it is none."""
+        """A reference as plain values; None if it is not one."""
 
     def open_reference(self, packed: list[Any]) -> Any:
         """The reference that the values describe."""

@@ -142,7 +142,7 @@ class ReceivedFiles:
     def _map(self, file: int, num_bytes: int) -> mmap.mmap:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or _seals_of(file) & _SEALS != _SEALS:
-            raise BadFrame("a file that is no memory of this user, or can still be made shorter")
+            raise BadFrame("a file that is not this user's memory file, or can still be made shorter")
         if status.st_size < num_bytes:
             raise BadFrame("a memory file that is shorter than the tensors it has")
         key = (status.st_dev, status.st_ino)  # of no other file, while it is mapped

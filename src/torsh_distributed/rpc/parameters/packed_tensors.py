@@ -53,7 +53,7 @@ def pack_values(name: str, tensor: Tensor, method: str | None, step: int) -> Pac
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor. CompressionError if it is none."""
+    """The tensor. CompressionError if it is not one."""
     if isinstance(packed, Tensor):
         return packed
     if not isinstance(packed, PackedTensor) or not 0 <= packed.tag < len(DTYPES):
@@ -90,7 +90,10 @@ def check_codec(method: str | None, *, values_only: bool) -> None:
 
 
 class GradientPacker:
-    """Packs a worker's gradients; what a codec leaves out of one is added to the next of that name."""
+    """Packs a worker's gradients; what a codec leaves out of one is added to the next of that name.
+
+    What travels is on the CPU, where servers keep parameters: a tensor of a GPU would arrive on the server's GPU.
+    """
 
     def __init__(self, method: str | None) -> None:
         check_codec(method, values_only=False)
@@ -102,15 +105,15 @@ class GradientPacker:
     def pack(self, name: str, gradient: Tensor) -> Packed:
         """One gradient."""
         if self._compressor is None:
-            return gradient.detach()
+            return gradient.detach().cpu()
         message = self._compressor.compress(name, gradient)
         key = [int(part) for part in message.metadata["key"]]
-        return PackedTensor(message.method, message.data, list(gradient.shape), TAGS[gradient.dtype], key)
+        return PackedTensor(message.method, message.data.cpu(), list(gradient.shape), TAGS[gradient.dtype], key)
 
     def pack_rows(self, name: str, gradient: Tensor, step: int) -> Packed:
         """Of rows, which are others each time, so nothing may be left out: no codec that chooses elements."""
         is_near = self._method is not None and self._method.partition(":")[0] in VALUE_CODECS
-        return pack_values(name, gradient, self._method if is_near else None, step)
+        return pack_values(name, gradient.cpu(), self._method if is_near else None, step)
 
     def step(self) -> None:
         """A push has been packed."""

@@ -79,7 +79,7 @@ class ParameterClient:
         """
         names = self._links.names
         tables = {name: value for name, value in parameters.items() if isinstance(value, RowTable)}
-        tensors = {name: value.detach() for name, value in parameters.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach().cpu() for name, value in parameters.items() if isinstance(value, Tensor)}
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         loads = dict.fromkeys(names, 0)
         for name in sorted(tensors, key=lambda one: (-tensors[one].nbytes, one)):
@@ -137,16 +137,22 @@ class ParameterClient:
         return {name: found[name] for name in wanted}
 
     def pull_into(self, module: nn.Module) -> None:
-        """Copy the servers' values to a module's parameters of the same names."""
+        """Copy the servers' values to a module's parameters of the same names; InvalidArgument if it has none."""
         own = {name: param for name, param in module.named_parameters() if name in self._homes}
+        if not own and self._homes:
+            raise InvalidArgument(
+                "no parameter of this module is on the servers",
+                hint="names are those of create(); a wrapper puts its own in front, so give the module within",
+                module=", ".join(name for name, _ in module.named_parameters())[:200],
+            )
         with torch.no_grad():
             for name, value in self.pull(list(own)).items():
                 own[name].copy_(value)
 
     def pull_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of a table, in the order of `rows` (any shape): (*rows.shape, dim)."""
+        """Rows of a table, in the order of `rows` (any shape) and on their device: (*rows.shape, dim)."""
         num_rows, dim = self._table(name)
-        flat = rows.reshape(-1).to(torch.int64)
+        flat = rows.reshape(-1).to("cpu", torch.int64)
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_rows:
             raise InvalidArgument("a row is not in the table", name=name, num_rows=num_rows, most=int(flat.max()))
         places = self._places(flat)
@@ -165,7 +171,7 @@ class ParameterClient:
             for server, value in values.items():
                 found[places[server]] = value
         self._tell("pull", begun_s, [packed[name] for _, packed in replies.values()])
-        return found.view(*rows.shape, dim)
+        return found.view(*rows.shape, dim).to(rows.device)
 
     def push(
         self,
@@ -241,7 +247,7 @@ class ParameterClient:
         parts: dict[str, dict[str, Any]] = {server: {} for server in self._links.names}
         for name, (indices, gradient) in rows.items():
             num_rows, dim = self._table(name)
-            flat, values = indices.reshape(-1).to(torch.int64), gradient.detach().reshape(-1, dim)
+            flat, values = indices.reshape(-1).to("cpu", torch.int64), gradient.detach().reshape(-1, dim).cpu()
             if flat.numel() != values.shape[0] or (
                 flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_rows
             ):
@@ -301,9 +307,11 @@ class ParameterClient:
         """Go on from these parameters and this state of the optimizer. One worker calls it, while none pushes."""
         parts: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {name: ({}, {}) for name in self._links.names}
         for name, tensor in tensors.items():
-            parts[self._home(name)][0][name] = tensor.detach()
+            parts[self._home(name)][0][name] = tensor.detach().cpu()
         for name, found in state.items():
-            parts[self._home(name)][1][name] = dict(found)
+            parts[self._home(name)][1][name] = {
+                key: value.cpu() if isinstance(value, Tensor) else value for key, value in found.items()
+            }
         self._links.call("restore", parts)
 
     def wait_for_end(self) -> None:

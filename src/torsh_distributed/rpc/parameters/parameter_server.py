@@ -135,7 +135,7 @@ def supervise(run: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     raise ProcessFailure(
         f"the server ended {num_quick} times at once, the last time by {_in_words(status)}",
-        hint="its output says why; with a directory to keep, look whether another server uses it",
+        hint="its output says why; with a directory to keep, check that no other server uses it",
     )
 
 

@@ -73,7 +73,7 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     found = TABLE.function(name) if ":" in name else getattr(torch.optim, name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"{name!r} is no optimizer that the server knows",
+            f"{name!r} is not an optimizer that the server knows",
             hint="a name in torch.optim such as AdamW, or module:Class of one with @rpc.expose that the server imports",
             optimizer=name,
         )

@@ -244,7 +244,7 @@ def _checked_call(message: list[Any]) -> tuple[int, int, Any, float, list[Any], 
     kind, number, target, remaining_s, args, kwargs = message[:6]
     is_call = isinstance(remaining_s, int | float) and isinstance(args, list) and isinstance(kwargs, dict)
     if not is_call or not all(isinstance(key, str) for key in kwargs):
-        raise BadFrame("a call that is none")
+        raise BadFrame("a call with a part of another type")
     return kind, number, target, float(remaining_s), args, kwargs
 
 
@@ -313,7 +313,7 @@ class CallServer:
             self.drop(link)
 
     def drop(self, link: ServedLink) -> None:
-        """A caller has left, or sent what is no message."""
+        """A caller has left, or sent what is not a message."""
         with self._lock:
             self._links.pop(link.key, None)
         link.close()

@@ -140,7 +140,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are no shards: sharding writes those itself."""
+    """Parameters that are not shards: sharding writes those itself."""
     for prefix, module in _own_modules(model):
         for name, param in module.named_parameters(recurse=False):
             if not param.is_meta and not hasattr(param, "to_local"):
@@ -171,7 +171,7 @@ def _numbers_of_loss(loss_fn: Any) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number for an attribute that a forward may have changed; None for one that is no state."""
+    """A number for an attribute that a forward may have changed; None for one that is not state."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if isinstance(value, list | deque):

@@ -8,7 +8,7 @@ torchmetrics join their states over the ranks themselves, other objects (torchev
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,6 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.strategy import ComputeLoss
 from torsh_distributed.train.loss import LossFn, loss_of
-
-MetricFn = Callable[[Any, Any], Any]
-"""From outputs and targets of a batch to its mean value."""
 
 
 class MetricSet:

@@ -243,7 +243,7 @@ class LossProbe:
         # With a capacity they see all tokens at once. Of the whole model: a stage may have none, and ranks must agree.
         has_experts = bool(moe_layers(strategy.whole_model))
         if self._splits_positions:
-            return kind  # parts of sequences are no losses
+            return kind  # parts of sequences are not losses
         kinds = [kind]
         if not found.has_seen and labels_path(batch) is not None:
             kinds.append(counted_labels(strategy, batch))

@@ -47,7 +47,7 @@ _COMPUTED: Named = ("computed", (), 0)
 
 
 class _Called(NamedTuple):
-    """What a loss_fn is called with: two dicts are no list of samples here, whatever is in them."""
+    """What a loss_fn is called with: two dicts are not a list of samples here, whatever is in them."""
 
     outputs: Any
     targets: Any

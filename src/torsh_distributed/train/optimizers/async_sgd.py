@@ -117,10 +117,6 @@ class AsyncSGD(Optimizer):
         """What each server has done: updates, staleness, bytes."""
         return self._open().client.stats()
 
-    def take_newest(self) -> None:
-        """Copy the newest parameters to this worker, without a step."""
-        self._open().take()
-
     def rejoin(self) -> None:
         """After a step that failed: join again and take what is there; that step's gradient is in it, or dropped."""
         served = self._open()

@@ -37,7 +37,7 @@ def _row(logits, targets, losses, stride, num_classes, ignored, WITH_GRADIENTS: 
         total = total * tl.exp(largest - higher) + tl.sum(tl.exp(values - higher))
         largest = higher
     log_total = largest + tl.log(total)
-    # A target that is no class has no logit: its loss is NaN, which training notices.
+    # A target that is not a class has no logit: its loss is NaN, which training notices.
     is_class = (target >= 0) & (target < num_classes)
     chosen = tl.load(logits + target, mask=is_class, other=float("nan")).to(tl.float32)
     tl.store(losses + row, log_total - chosen)

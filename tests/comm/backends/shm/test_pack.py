@@ -32,7 +32,7 @@ def packed(bits: Tensor) -> Tensor:
 
 
 def unpacked(message: Tensor, numel: int) -> Tensor | None:
-    """The bits of a message that lies at the beginning of room for any; None if it is none."""
+    """The bits of a message that lies at the beginning of room for any; None if there is none."""
     assert native is not None
     room = torch.zeros(max(native.packed_room(numel), message.numel()), dtype=torch.uint8)
     room[: message.numel()] = message

@@ -106,8 +106,8 @@ def test_an_unlinked_file_of_a_disk_cannot_be_sealed_and_is_refused(tmp_path: Pa
 def test_pipes_and_devices_are_refused_without_opening_them() -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    assert "no regular file" in refusal_of(reading)
-    assert "no regular file" in refusal_of(os.open("/dev/null", os.O_RDWR))
+    assert "not a regular file" in refusal_of(reading)
+    assert "not a regular file" in refusal_of(os.open("/dev/null", os.O_RDWR))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files of another user need root")

@@ -41,7 +41,7 @@ def checkpoint(
         Path | None, typer.Option(help="A folder on the disk to measure; else that of temporary files.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 5,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time saving and loading on local ranks, ours beside torch.save and torch's DCP.
 
@@ -51,7 +51,9 @@ def checkpoint(
     if "," in size:
         raise InvalidArgument("a checkpoint is measured at one size", hint="for example 256MB", size=size)
     if folder is not None and not folder.is_dir():
-        raise InvalidArgument("no folder is there to write checkpoints to", hint="create it first", folder=str(folder))
+        raise InvalidArgument(
+            "the folder to write checkpoints to does not exist", hint="create it first", folder=str(folder)
+        )
     chosen = str(folder.absolute()) if folder is not None else tempfile.gettempdir()
     run_contest("checkpoint", backend="gloo", world=world, output=output, sizes=size, folder=chosen, rounds=rounds)
 

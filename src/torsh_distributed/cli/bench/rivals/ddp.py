@@ -24,7 +24,7 @@ def ddp(
     world: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 2,
     width: Annotated[int, typer.Option(min=1, help="Width of the eight linear layers.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 9,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time a training step of replicas on local ranks, ours beside torch's DDP.
 

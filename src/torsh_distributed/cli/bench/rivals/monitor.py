@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def monitor(
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 9,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time recording a value and an event, ours beside prometheus-client and logging.
 

@@ -26,7 +26,7 @@ def p2p(
     world: Annotated[int, typer.Option(min=2, help="Local ranks; the first two send.")] = 2,
     sizes: Annotated[str, typer.Option(help="Sizes of the messages, such as 1KB,16MB.")] = "1KB,64KB,1MB,16MB",
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 9,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time messages between two local ranks, ours beside torch's.
 

@@ -32,7 +32,7 @@ def pipeline(
     world: Annotated[int, typer.Option(min=2, help="Local ranks; a stage of four linear layers each.")] = 2,
     width: Annotated[int, typer.Option(min=1, help="Width of the layers.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 9,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time a step of a pipeline on local ranks, ours beside torch's Schedule1F1B.
 

@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def store(
     rounds: Annotated[int, typer.Option(min=1, help="Every side is measured this often, in turns.")] = 9,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the numbers, as JSON.")] = None,
 ) -> None:
     """Time operations of a store over TCP and in memory, ours beside torch's.
 

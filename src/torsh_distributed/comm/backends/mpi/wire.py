@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHUNK_NUMEL = 2**24
 """Elements reduced by one call. Far below MPI's limit, because a single poll may fold a whole chunk and cannot be
-aborted meanwhile. An all-reduce of 128 MB is no slower."""
+aborted meanwhile. An all-reduce of 128 MB is not slower."""
 _NUM_RESERVED_TAGS = 2
 
 

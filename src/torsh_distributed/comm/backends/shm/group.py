@@ -118,7 +118,7 @@ class ShmMeeting:
             found = SegmentAddress(**address)
         except TypeError as error:
             raise BackendError(
-                "what the store has in place of the segment's address is none",
+                "what the store holds is not the address of a shared segment",
                 hint="someone else writes to the store of this job: leave out --torch-store",
                 backend="shm",
             ) from error

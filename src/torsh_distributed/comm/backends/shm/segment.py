@@ -183,7 +183,7 @@ def _unopened(path: str, error: OSError) -> BackendError:
 
 def _check_status(path: str, status: os.stat_result, size_bytes: int) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _not_memory(path, "it is no regular file")
+        raise _not_memory(path, "it is not a regular file")
     if status.st_uid != os.geteuid():
         raise _not_memory(path, f"it belongs to user {status.st_uid}")
     if status.st_nlink != 0:

@@ -302,7 +302,7 @@ class TcpKeyspace(Keyspace):
         if not isinstance(error, BadFrame):
             return StoreRefused(
                 f"the service at {self._name} closed the connection without a greeting",
-                hint="it may be busy with strangers, or not be a torsh store; give all processes the same token",
+                hint="it may have too many clients without the token, or not be a torsh store; give all the same token",
                 operation="connect",
                 store=self.url,
                 reason=error.strerror or str(error),

@@ -26,11 +26,10 @@ class BimodalCodec(DenseCodec):
     They are found by Lloyd's passes over a histogram, starting from cells that separate positive from negative values:
     no pass increases the error, and each value is the exact mean of its cell.
     Payload: values fp32 (entries), indices of b = ceil(log2 entries) bits (elements) packed as `bits.py` says:
-    4 entries + ceil(n b / 8) bytes, up to 2 more where n is no multiple of 8, and none for an empty tensor.
+    4 entries + ceil(n b / 8) bytes, up to 2 more where n is not a multiple of 8, and none for an empty tensor.
     """
 
     name = "bimodal"
-    is_unbiased = False
     is_deterministic = True
     block = 1024
 

@@ -20,7 +20,6 @@ class Int8Codec(DenseCodec):
     """
 
     name = "int8"
-    is_unbiased = False
     is_deterministic = True
 
     def __init__(self, block: int = 256, *, server_feedback: bool = False) -> None:
@@ -58,7 +57,6 @@ class NaturalCodec(DenseCodec):
     """
 
     name = "natural"
-    is_unbiased = True
     is_deterministic = False
     block = 1024
 
@@ -80,12 +78,11 @@ class NbitCodec(DenseCodec):
 
     Why at random: the expected message is the gradient, so errors of many ranks and steps cancel out.
     Payload: middle and step fp32 (blocks, 2), codes (elements) packed as `bits.py` says: 8 ceil(n / 512) + ceil(n bits
-    / 8) bytes, and up to 2 more where n is no multiple of 8. Error of an element: below (largest - least) / (2**bits -
-    1). A constant block is exact.
+    / 8) bytes, and up to 2 more where n is not a multiple of 8. Error of an element: below
+    (largest - least) / (2**bits - 1). A constant block is exact.
     """
 
     name = "nbit"
-    is_unbiased = True
     is_deterministic = False
     block = 512
 

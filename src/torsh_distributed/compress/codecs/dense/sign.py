@@ -29,7 +29,6 @@ class TernaryCodec(DenseCodec):
     """
 
     name = "ternary"
-    is_unbiased = False
     is_deterministic = True
     block = 1280
 
@@ -64,7 +63,6 @@ class RandomTernaryCodec(TernaryCodec):
     Payload as that of `TernaryCodec`; the scale is the largest magnitude.
     """
 
-    is_unbiased = True
     is_deterministic = False
 
     def __init__(self, *, server_feedback: bool = False) -> None:
@@ -88,7 +86,6 @@ class SignCodec(DenseCodec):
     """
 
     name = "sign"
-    is_unbiased = False
     is_deterministic = True
     block = 1024
 

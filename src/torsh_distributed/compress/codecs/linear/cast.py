@@ -27,7 +27,6 @@ class CastCodec(DenseCodec):
     """
 
     dtype: ClassVar[torch.dtype]
-    is_unbiased = False
     is_deterministic = True
 
     def __init__(self) -> None:
@@ -92,7 +91,6 @@ class Fp32Codec(CastCodec):
 
     name = "none"
     dtype = torch.float32
-    is_unbiased = True
 
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:

@@ -109,7 +109,6 @@ class PowerSgdCodec(Codec):
     """
 
     name = "powersgd"
-    is_unbiased = False
     is_deterministic = False
 
     def __init__(self, rank: int = 4) -> None:

@@ -34,7 +34,6 @@ class SketchCodec(LinearCodec):
     """
 
     name = "sketch"
-    is_unbiased = False
 
     def __init__(self, columns: int = 10000) -> None:
         super().__init__(columns)

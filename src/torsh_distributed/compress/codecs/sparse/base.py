@@ -22,7 +22,6 @@ class SparseCodec(Codec):
     `parameter` is the number of the method: it must be the same on all ranks.
     """
 
-    is_unbiased = False
     is_deterministic = True
 
     def __init__(self, parameter: float, *, dtype: torch.dtype = torch.float16) -> None:

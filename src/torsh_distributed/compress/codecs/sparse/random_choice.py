@@ -27,8 +27,6 @@ class DrawnCodec(LinearCodec):
     rank draws the same. Subclasses choose them in `draw`.
     """
 
-    is_unbiased = False
-
     def __init__(self, share: float = 0.1) -> None:
         super().__init__(share)
         self.share = require_share(share)
@@ -151,8 +149,6 @@ class ScaledBernoulliCodec(BernoulliCodec):
     Not for error feedback: residuals would be 1/share - 1 times as large as what is sent, and grow.
     """
 
-    is_unbiased = True
-
     @override
     def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
         return super().decode(payload, num_elements, key).mul_(2**32 / acceptance(self.share))
@@ -180,8 +176,6 @@ class ScaledRandomKCodec(RandomKCodec):
 
     Not for error feedback: residuals would be n/k - 1 times as large as what is sent, and grow.
     """
-
-    is_unbiased = True
 
     @override
     def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:

@@ -44,7 +44,7 @@ class EnrolmentToken:
         except ValueError:
             data = b""
         if len(data) != _SECRET_BYTES + _DIGEST_BYTES:
-            raise InvalidArgument("this is no enrolment token", hint="copy the line that the server printed")
+            raise InvalidArgument("this is not an enrolment token", hint="copy the line that the server printed")
         return cls(data[:_SECRET_BYTES], data[_SECRET_BYTES:])
 
 

@@ -33,7 +33,7 @@ class DeviceList:
         return secret
 
     def enrol(self, name: str, public: bytes, secret: bytes) -> None:
-        """Take a device in, and its token out. Asking again with the same key is no mistake: the answer was lost."""
+        """Take a device in, and its token out. Asking again with the same key is not a mistake: the answer was lost."""
         with self._lock:
             if self._devices.get(name) == public:
                 return

@@ -34,7 +34,7 @@ class KeyPair:
         try:
             secret = self._key.exchange(_library().X25519PublicKey.from_public_bytes(public))
         except ValueError as error:
-            raise InvalidArgument("a public key of a client is none with which a secret can be agreed on") from error
+            raise InvalidArgument("no secret can be agreed on with this public key of a client") from error
         key: bytes = HKDF(hashes.SHA256(), 32, None, purpose).derive(secret)
         return key
 

@@ -29,7 +29,7 @@ def split_secret(secret: bytes, holders: Iterable[int], threshold: int) -> dict[
 
 
 def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
-    """The secret that these shares, by holder, are of; None if they are no shares of one secret of 32 bytes."""
+    """The secret that these shares, by holder, are of; None if they are not shares of one secret of 32 bytes."""
     holders = tuple(sorted(shares))[:threshold]
     if len(holders) < threshold or any(len(shares[holder]) != SHARE_BYTES for holder in holders):
         return None

@@ -149,7 +149,7 @@ class SumCollector:
         is_possible = len(self._delivered) <= weight <= len(self._delivered) * settings.most_samples
         if not is_possible or np.abs(signed[:-1]).max() > settings.largest_sum(weight):
             raise ConfigurationError(
-                "the sum is none that these clients can have: one of them sent values beyond the range, or wrong masks"
+                "these clients cannot have this sum: one of them sent values beyond the range, or wrong masks"
             )
         return torch.from_numpy(signed[:-1].copy()), weight
 

@@ -149,7 +149,7 @@ class SumMember:
     def _agreement(self, payload: bytes) -> bytes:
         roster, delivered = self._roster, deserialize(payload)
         if not isinstance(delivered, list) or any(type(number) is not int for number in delivered):
-            raise SerializationError("a list of clients that is none")
+            raise SerializationError("a list of clients that is not one of numbers")
         if delivered != sorted({*delivered}) or not {*delivered} <= {*range(1, len(roster.members) + 1)}:
             raise SerializationError("a list of clients with others than those of the round")
         if self._number not in delivered:

@@ -132,7 +132,7 @@ class SumRoster:
         """What `plain` made. ConfigurationError unless every client signed its keys, and is the one that is known."""
         parts = deserialize(data)
         if not isinstance(parts, list) or not parts:
-            raise SerializationError("a roster that is no list of clients")
+            raise SerializationError("a roster that is not a list of clients")
         members = tuple(MemberKeys.parse(part) for part in parts)
         if [member.name for member in members] != sorted({member.name for member in members}):
             raise ConfigurationError("a client is twice in the round, or the names are in no order")

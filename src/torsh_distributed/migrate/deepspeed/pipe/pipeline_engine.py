@@ -257,7 +257,7 @@ def _all_of(pairs: list[Any], count: int) -> list[Any]:
 
 
 class StagesOfScript(LocalStages):
-    """This rank's layers; what they lack, and is no layer, is the script's PipelineModule's."""
+    """This rank's layers; what they lack, and is not a layer, is the script's PipelineModule's."""
 
     @override
     def __getattr__(self, name: str) -> Any:

@@ -96,7 +96,7 @@ def _nodes_over_ssh(used: Sequence[HostSlots]) -> list[str]:
     loopback = next((one.host for one in used if one.host in LOOPBACK_NAMES), None)
     if loopback is not None:
         raise InvalidArgument(
-            f"on every host of the list {loopback} means another machine",
+            f"{loopback} means another machine on every host of the list",
             hint=f"write the name by which the others reach it, such as {socket.gethostname()}",
             hosts=[one.host for one in used],
         )

@@ -87,7 +87,7 @@ void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number) {
     atomic_store(live_of(group, group->rank, use, number % TSH_COMMON_SLOTS), 0);
 }
 
-/* The number of the buffer that lies at this address, or 0 if it is none of these. */
+/* The number of the buffer that lies at this address, or 0 if it is not one of these. */
 uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address) {
     const char *first = place_in(group, use, 0);
     if (address < first || address >= first + TSH_COMMON_SLOTS * TSH_COMMON_BYTES) {
