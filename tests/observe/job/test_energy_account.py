@@ -40,6 +40,15 @@ def test_an_interval_is_shared_over_the_steps_inside_it_by_their_time() -> None:
     assert found.peak_w == 200.0
 
 
+def test_a_run_that_goes_on_a_day_later_was_not_idle_overnight() -> None:
+    account = EnergyAccount()
+    for end, joules in ((1.0, 100.0), (2.0, 50.0), (90_000.0, 80.0)):
+        account.take_energy(energy(end, joules))
+    found = account.summary()
+    assert found is not None
+    assert (found.idle_w, found.idle_j, found.total_j) == (50.0, 150.0, 230.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.floats(0.005, 3.0), min_size=2, max_size=60),

@@ -304,7 +304,8 @@ class EnergyAccount:
             mean_w=total_j / duration_s if duration_s > 0 else 0.0,
             peak_w=self._peak_w,
             idle_w=idle_w if is_idle_known else None,
-            idle_j=min(total_j, idle_w * duration_s) if is_idle_known else None,
+            # Of the time that meters were read: a run that goes on a day later did not draw it overnight.
+            idle_j=min(total_j, math.fsum(one.least_w * one.duration_s for one in tracks)) if is_idle_known else None,
             steps_j=self._steps_j,
             waiting_j=None if waiting is None else self._steps_j * waiting,
             start_j=self._start_j,
