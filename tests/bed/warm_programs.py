@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -35,9 +36,15 @@ from torsh_distributed.elastic.faults.startup import install_faults
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "src" / "torsh_distributed" / "launch" / "worker" / "startup" / "sitecustomize.py"
-COMMANDS = ("torsh_distributed.run", "torsh_distributed.cli.entry_point")
+COMMANDS = (
+    "torsh_distributed.run",
+    "torsh_distributed.cli.entry_point",
+    "torsh_distributed.federated.simulation.client_processes",
+    "tests.attacks.forging.hunt",
+)
 """What is forked if it is started by `python -m`."""
 _MAX_BYTES = 1 << 20
+_MAX_FDS = 8
 _PR_SET_CHILD_SUBREAPER = 36
 _FAULTS = ("TORSH_FAULTS", "TORSH_FAULT_LOG")
 """Where one is set, faults are put in place once torch is imported: in a spare that is forked, at once."""
@@ -108,7 +115,7 @@ class Program(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
         (preexec_fn, _, pass_fds, cwd, env, _, _, shell), pipes, user = rest[:8], rest[8:14], rest[15:18]
-        is_plain = not (shell or executable or preexec_fn or pass_fds or any(user)) and isinstance(args, list)
+        is_plain = not (shell or executable or preexec_fn or any(user)) and isinstance(args, list)
         words = list(map(os.fspath, args)) if is_plain else []
         env = dict(os.environ if env is None else env)
         if words[:2] != [sys.executable, "-m"] or words[2] not in COMMANDS or not _can_be_forked(env):
@@ -118,8 +125,9 @@ class Program(subprocess.Popen[Any]):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard = [number if pipe == -1 else pipe for number, pipe in enumerate((p2cread, c2pwrite, errwrite))]
         order = {"words": words[2:], "env": env, "cwd": os.fspath(cwd or Path.cwd()), "is_leader": rest[-2] is True}
+        order["passed"] = list(pass_fds)
         with theirs:
-            NURSERY.start(order, [*standard, theirs.fileno()])
+            NURSERY.start(order, [*standard, *pass_fds, theirs.fileno()])
         self.pid = json.loads(ours.recv(_MAX_BYTES))["pid"]
         self._reports = ours
         self._child_created = True
@@ -176,7 +184,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
-        data, fds, _, _ = socket.recv_fds(orders, _MAX_BYTES, 4)
+        data, fds, _, _ = socket.recv_fds(orders, _MAX_BYTES, _MAX_FDS)
         if not data:
             os._exit(0)  # nothing to save, and unloading torch takes a second
         if os.fork() == 0:
@@ -190,13 +198,13 @@ def main() -> None:
 def _keep(order: dict[str, Any], fds: list[int]) -> bool:
     """In the keeper: fork the program and tell its end. In a worker of it: true, after its script."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *standard, report = fds
+    *given, report = fds
     pid = os.fork()
     if pid == 0:
         os.close(report)
-        return _be_program(order, standard)
+        return _be_program(order, given)
     reports = socket.socket(fileno=report)
-    for fd in standard:
+    for fd in given:
         os.close(fd)
     with contextlib.suppress(OSError):  # the test process may be gone
         reports.send(json.dumps({"pid": pid}).encode())
@@ -206,9 +214,14 @@ def _keep(order: dict[str, Any], fds: list[int]) -> bool:
     os._exit(0)
 
 
-def _be_program(order: dict[str, Any], standard: list[int]) -> bool:
+def _be_program(order: dict[str, Any], given: list[int]) -> bool:
     """Be what `python -m WORDS` would be; in a worker of it: true, after its script."""
-    for number, fd in enumerate(standard):
+    # First out of the way of each other: the number that one shall have may be another's.
+    highest = max(given + order["passed"]) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, highest) for fd in given]
+    for fd in given:
+        os.close(fd)
+    for number, fd in zip([*range(3), *order["passed"]], moved, strict=True):
         os.dup2(fd, number)
         os.close(fd)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

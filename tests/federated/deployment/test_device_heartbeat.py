@@ -91,7 +91,7 @@ def test_a_device_that_sleeps_in_mid_upload_misses_the_round_and_counts_in_the_n
 def test_devices_that_train_for_longer_than_they_may_be_silent_are_kept(tmp_path: Path) -> None:
     class SlowTask(LargeTask):
         def train(self, model: nn.Module, data: Any, epochs: int) -> Any:
-            threading.Event().wait(3 * QUICK.expire_s)
+            threading.Event().wait(1.5 * QUICK.expire_s)
             return super().train(model, data, epochs)
 
     config = FederatedConfig(rounds=1, clients_per_round=2, min_clients=2, local_epochs=2)

@@ -105,7 +105,7 @@ def test_a_round_does_not_wait_for_the_servers_deadline_when_its_devices_are_kno
             assert all(facts.turn_s is not None for facts in server.members())
             with server._changed:
                 for facts in server._facts.values():
-                    facts.turn_s = 1.0
+                    facts.turn_s = 0.5
             held.gate.clear()
             record = loop.run_round()
             held.gate.set()

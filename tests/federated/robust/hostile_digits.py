@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -77,6 +76,8 @@ class HostileDigits(FederatedTask):
 
     def __init__(self, *, alpha: float | None, seed: int, num_not_finite: int = 0) -> None:
         """`alpha`: of the Dirichlet distribution of labels over clients; None: all have the same."""
+        from sklearn.datasets import load_digits  # takes two seconds, which only these tests should pay
+
         digits = load_digits()
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
         self.images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16

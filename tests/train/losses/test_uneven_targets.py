@@ -187,9 +187,9 @@ NOT_IN_PARTS = {
 """What parts of sequences cannot compute, and what is said."""
 
 
-def train_in_parts_of_sequences() -> dict[str, list[float] | str]:
+def train_in_parts_of_sequences(names: list[str]) -> dict[str, list[float] | str]:
     found: dict[str, list[float] | str] = {}
-    for name in CASES:
+    for name in names:
         try:
             found[name] = train(name, CONTEXT)
         except Exception as error:
@@ -197,9 +197,15 @@ def train_in_parts_of_sequences() -> dict[str, list[float] | str]:
     return found
 
 
+OF_EACH_KIND = ["labels of -100 by hand", "selected values", "mask with holes", "told", "weights", *NOT_IN_PARTS]
+
+
 @pytest.mark.ranks
-def test_parts_of_sequences_weigh_as_in_one_process(world: World) -> None:
-    for found in world.run(train_in_parts_of_sequences):
+@pytest.mark.parametrize(
+    "names", [OF_EACH_KIND, pytest.param([*CASES], marks=pytest.mark.matrix)], ids=["some", "every"]
+)
+def test_parts_of_sequences_weigh_as_in_one_process(world: World, names: list[str]) -> None:
+    for found in world.run(train_in_parts_of_sequences, names):
         for name, losses in found.items():
             if isinstance(losses, str):
                 assert NOT_IN_PARTS[name] in losses
@@ -207,19 +213,26 @@ def test_parts_of_sequences_weigh_as_in_one_process(world: World) -> None:
                 assert losses == pytest.approx(plain(name), rel=1e-5), name
 
 
-def train_all() -> dict[str, list[list[float]]]:
-    found = {name: [train(name, plan) for plan in PLANS] for name in CASES}
-    found["own"] = [train("mask by hand", plan, own=True) for plan in PLANS if "pp" not in plan.get("mesh", {})]
-    return found
+EVERY = [(name, plan) for name in CASES for plan in range(len(PLANS))]
+EVERY += [("own", plan) for plan in range(len(PLANS)) if "pp" not in PLANS[plan].get("mesh", {})]
+SOME = [(name, plan) for number, name in enumerate(CASES) for plan in (number % 5, (number + 2) % 5)] + [("own", 2)]
+"""Every loss under two plans, and every plan with four losses and more; the matrix has all pairs."""
+
+
+def train_pairs(pairs: list[tuple[str, int]]) -> list[list[float]]:
+    own = {"own": "mask by hand"}
+    return [train(own.get(name, name), PLANS[plan], own=name in own) for name, plan in pairs]
 
 
 @pytest.mark.ranks
-def test_what_the_first_batch_does_not_leave_out_weighs_as_in_one_process(world: World) -> None:
-    for found in world.run(train_all):
-        for name, by_plan in found.items():
+@pytest.mark.parametrize("pairs", [SOME, pytest.param(EVERY, marks=pytest.mark.matrix)], ids=["some", "every"])
+def test_what_the_first_batch_does_not_leave_out_weighs_as_in_one_process(
+    world: World, pairs: list[tuple[str, int]]
+) -> None:
+    for found in world.run(train_pairs, pairs):
+        for (name, plan), losses in zip(pairs, found, strict=True):
             expected = plain("mask by hand" if name == "own" else name)
-            for losses, plan in zip(by_plan, PLANS, strict=name != "own"):
-                assert losses == pytest.approx(expected, rel=1e-5), (name, plan)
+            assert losses == pytest.approx(expected, rel=1e-5), (name, PLANS[plan])
 
 
 def fits(name: str, kept: Any) -> dict[Any, bool]:

@@ -64,7 +64,7 @@ def with_small_limits() -> None:
 
 
 def test_tensors_beyond_the_counts_of_mpi(mpi_world: MpiWorld) -> None:
-    mpi_world.run(with_small_limits, num_ranks=3, timeout_s=100)
+    mpi_world.run(with_small_limits, num_ranks=2, timeout_s=100)
 
 
 def gather_in_place() -> None:
