@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torsh_distributed import events
 from torsh_distributed.observe.job.energy_summary import EnergySummary, EpochEnergy, MeterRow
@@ -23,6 +23,8 @@ _MAX_NOTES = 20
 _MAX_EPOCHS = 10_000
 _LEAST_INTERVAL_S = 0.5
 _SILENT_S = 30.0
+_MOST_W = 1e9
+"""Of one meter: more is damage to a file of events."""
 J_PER_KWH = 3.6e6
 
 
@@ -140,8 +142,10 @@ class EnergyAccount:
 
     def take_energy(self, event: events.EnergyEvent) -> None:
         """An interval of a meter."""
-        if event.duration_s <= 0 or event.joules < 0 or not math.isfinite(event.joules):
+        if event.duration_s <= 0 or not 0 <= event.joules <= _MOST_W * event.duration_s:
             return
+        if event.g_per_kwh is not None and not 0 <= event.g_per_kwh < math.inf:
+            event = replace(event, g_per_kwh=None)
         key = event.node, event.meter
         track = self._tracks.get(key)
         if track is None:
