@@ -24,7 +24,7 @@ from torsh_distributed.train import CpuAdam, parallelize
 WIDTH, DEPTH, BATCH, NUM_RANKS = 1024, 8, 8, 2
 STAGES = {0: "replicas", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 PLACE = ROOT / "build" / "deepspeed"
-_HOW = "DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps --target build/deepspeed -r benchmarks/deepspeed.txt"
+HOW = "DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps --target build/deepspeed -r benchmarks/deepspeed.txt"
 Step = Callable[[Tensor, Tensor], float]
 
 
@@ -65,17 +65,17 @@ def _ours(stage: int, num_steps: int) -> tuple[float, float]:
     return _measured(lambda inputs, targets: engine.step((inputs, targets)), num_steps)
 
 
-def _use(place: Path) -> None:
+def use_deepspeed(place: Path) -> None:
     """Make DeepSpeed importable in this process, with ninja for the parts it builds on first use."""
     sys.path.append(str(place))
     os.environ["PATH"] = f"{place / 'bin'}:{os.environ['PATH']}"
 
 
-def _build(place: Path) -> None:
+def build_deepspeed(place: Path) -> None:
     """Compile its parts, which takes minutes, before anything is timed. An interrupted build leaves a lock."""
     for lock in (place / "extensions").glob("*/lock"):
         lock.unlink()
-    _use(place)
+    use_deepspeed(place)
     from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -84,7 +84,7 @@ def _build(place: Path) -> None:
 
 
 def _theirs(stage: int, num_steps: int, place: Path) -> tuple[float, float]:
-    _use(place)
+    use_deepspeed(place)
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -122,13 +122,13 @@ def _scripted(deepspeed: Any, adam: Any, stage: int, num_steps: int) -> tuple[fl
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     if not (PLACE / "deepspeed").is_dir():
-        yield Note(text=f"DeepSpeed is not installed, so nothing is measured. To install it: `{_HOW}`.")
+        yield Note(text=f"DeepSpeed is not installed, so nothing is measured. To install it: `{HOW}`.")
         return
     rounds, num_steps = (1, 3) if budget.is_quick else (5, 30)
     env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(PLACE / "extensions")}
     world = World()
     try:
-        world.run(_build, PLACE, num_ranks=1, backend=None, env=env, timeout_s=1800)
+        world.run(build_deepspeed, PLACE, num_ranks=1, backend=None, env=env, timeout_s=1800)
         for stage, name in STAGES.items():
             ours, theirs, scripted = [], [], []
             for _ in range(rounds):

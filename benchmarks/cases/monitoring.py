@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import statistics
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks.cases.observe_page import address_of
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from benchmarks.process_usage import cpu_s, peak_bytes
 from tests.observe.packets import FakeRank
 from torsh_distributed.cli.bench.rivals.monitor import value_rows
 from torsh_distributed.observe.serving.observer_process import ObserverProcess
@@ -87,13 +86,13 @@ def _load(budget: Budget) -> Iterator[Row | Note]:
         try:
             while ranks.num_rounds < num_warm:  # rings are full, and nothing is new any more
                 time.sleep(_LOOK_S)
-            before_s, began_s = _processor_s(process.pid), time.monotonic()
+            before_s, began_s = cpu_s(process.pid), time.monotonic()
             lags_s = []
             for _ in range(num_looks):
                 time.sleep(source.random())  # the page's state is made once a second: look at any moment of it
                 lags_s.append(_lag_s(url, *ranks.next_report()))
-            share = (_processor_s(process.pid) - before_s) / (time.monotonic() - began_s)
-            memory = _peak_bytes(process.pid)
+            share = (cpu_s(process.pid) - before_s) / (time.monotonic() - began_s)
+            memory = peak_bytes(process.pid)
             if process.num_dropped:
                 raise RuntimeError(f"{process.num_dropped} reports were dropped")
         finally:
@@ -123,16 +122,6 @@ def _lag_s(url: str, rank: int, step: int, sent_s: float) -> float:
         if time.monotonic() - sent_s > _LIMIT_S:
             raise RuntimeError(f"rank {rank} reported step {step}, and the page is at {shown}")
         time.sleep(_LOOK_S)
-
-
-def _peak_bytes(pid: int) -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None, "the kernel tells it of every process"
-    return int(found[1]) * 1024
-
-
-def _processor_s(pid: int) -> float:
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:

@@ -25,6 +25,7 @@ from torsh_distributed.planner.machine import machine_file
 from torsh_distributed.planner.machine.link_measuring import measure_collectives, measure_interference
 from torsh_distributed.planner.machine.machine_profile import machine_named
 from torsh_distributed.planner.machine.measuring import OperationTimer, measure_operations
+from torsh_distributed.planner.machine.past_runs import PastRun, PastRuns, corrected_s
 from torsh_distributed.planner.machine.step_time import StepPredictor
 from torsh_distributed.planner.machine.this_machine import measured_machine
 from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
@@ -171,6 +172,7 @@ def _time(budget: Budget, world: World) -> Iterator[Row | Note]:
     if ratios:
         yield _summary("time", ratios)
         yield from _orders(list(found.values()))
+        yield from _covered(found)
 
 
 def _orders(groups: list[list[tuple[float, float]]]) -> Iterator[Note]:
@@ -188,6 +190,28 @@ def _orders(groups: list[list[tuple[float, float]]]) -> Iterator[Note]:
             text=f"time: Kendall's τ {agreeing / total:.2f} over {total} pairs of plans more than 3 % apart; the chosen"
             f" plan takes {statistics.median(lost):.1%} more than the best one in the median, {max(lost):.1%} at worst"
         )
+
+
+def _covered(found: dict[tuple[str, int], list[tuple[float, float]]]) -> Iterator[Note]:
+    """How many steps are in the 90 % interval that other models on as many ranks give, as recorded runs would."""
+    by_ranks: dict[int, list[PastRun]] = {}
+    for (name, num_ranks), pairs in found.items():
+        for said, measured in pairs:
+            seconds = ({"compute": one} for one in (said, measured))
+            run = PastRun(date="", what=name, num_ranks=num_ranks, predicted_s=next(seconds), measured_s=next(seconds))
+            by_ranks.setdefault(num_ranks, []).append(run)
+    inside = total = 0
+    for num_ranks, runs in by_ranks.items():
+        for run in runs:
+            others = PastRuns(tuple(one for one in runs if one.what != run.what))
+            interval = others.interval(num_ranks)
+            if interval is None:
+                continue
+            expected = corrected_s(run.predicted_s, others.factors(num_ranks))
+            total += 1
+            inside += interval[0] <= run.total_s / expected <= interval[1]
+    if total:
+        yield Note(text=f"time: 90 % intervals, each from other models on as many ranks: {inside} of {total} inside")
 
 
 # --- search --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ MEMBERS = {
     "torch.ops.aten._grouped_mm": "experts: its shapes for other formats than bf16",
     "torch.ops.aten._softmax_backward_data": "timed",
     "torch.ops.aten._to_copy": "a copy of a parameter that autocast makes",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "replaced while a model is traced",
     "torch.nn.Module._parameters": "a module's own parameters, replaced while it is traced",
 }
 """By path, with the reason: they cannot be imported, or must not be here."""

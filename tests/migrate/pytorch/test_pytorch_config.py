@@ -154,5 +154,5 @@ def test_files_and_mistakes(tmp_path: Path) -> None:
     for text in ("did you mean bucket_cap_mb?", "FULL_SHARD", "keep one of them", "did you mean"):
         assert text in str(caught.value)
     path.write_text("[1]")
-    with pytest.raises(ConfigurationError, match="no table"):
+    with pytest.raises(ConfigurationError, match="not a table"):
         PyTorchConfig.from_file(path)

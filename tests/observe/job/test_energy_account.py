@@ -40,6 +40,27 @@ def test_an_interval_is_shared_over_the_steps_inside_it_by_their_time() -> None:
     assert found.peak_w == 200.0
 
 
+def test_a_run_that_goes_on_a_day_later_was_not_idle_overnight() -> None:
+    account = EnergyAccount()
+    for end, joules in ((1.0, 100.0), (2.0, 50.0), (90_000.0, 80.0)):
+        account.take_energy(energy(end, joules))
+    found = account.summary()
+    assert found is not None
+    assert (found.idle_w, found.idle_j, found.total_j) == (50.0, 150.0, 230.0)
+
+
+def test_damaged_numbers_are_in_no_sum() -> None:
+    account = EnergyAccount()
+    account.take_energy(energy(1.0, 100.0, g_per_kwh=360.0))
+    for joules in (math.nan, math.inf, 1e300, -1.0):
+        account.take_energy(energy(2.0, joules, g_per_kwh=360.0))
+    for g_per_kwh in (math.nan, math.inf, -1.0):
+        account.take_energy(energy(3.0, 100.0, g_per_kwh=g_per_kwh))
+    found = account.summary()
+    assert found is not None
+    assert (found.total_j, found.grams, found.ungraded_j) == (400.0, pytest.approx(0.01), 300.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.floats(0.005, 3.0), min_size=2, max_size=60),

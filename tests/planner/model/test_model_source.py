@@ -47,6 +47,10 @@ def on_a_gpu():
     return CharGPT(65).to("meta").to("cpu")
 
 
+def compiled():
+    return torch.compile(CharGPT(65))
+
+
 def fails():
     raise RuntimeError("no file weights.pt")
 
@@ -77,6 +81,11 @@ def test_a_function_builds_a_model_without_memory(script: str) -> None:
 def test_a_function_may_give_an_example(script: str) -> None:
     found = find_model(f"{script}:with_example")
     assert profile_model(found.model, example=found.example).tokens_per_sample == 16
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's compiler imports
+def test_what_compile_returned_is_the_model_in_it(script: str) -> None:
+    assert type(find_model(f"{script}:compiled").model).__name__ == "CharGPT"
 
 
 def test_a_model_that_reads_values_while_it_is_built_gets_no_memory_either(script: str) -> None:

@@ -127,6 +127,8 @@ def fit(
         highlight=False,
         soft_wrap=True,
     )
+    for note in profile.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     console.print(_terms(table), highlight=False)
     for line in _verdict(question, resolved, table, limit, reserve):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

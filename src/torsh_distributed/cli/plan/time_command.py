@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,13 +34,25 @@ MachineName = Annotated[
 Mtbf = Annotated[str | None, typer.Option(help="Mean time between failures of one GPU with its node: 2000d.")]
 Recovery = Annotated[str, typer.Option(help="From a failure to the next step; with --mtbf.")]
 Save = Annotated[str, typer.Option(help="What one checkpoint holds training up for; with --mtbf.")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")]
+_MOST_SEARCHED = 16_384
+
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Samples of a step, over all ranks; else the plan's, or from the memory left."),
+]
 
 
 def time(
     model: ModelName,
     tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="To train on: 300B, 1.5T.")],
-    gpus: Annotated[str, typer.Option("--gpus", metavar="N,…", help="Numbers of ranks to compare.")] = "1",
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus",
+            metavar="N,…",
+            help="Numbers of ranks to compare; with --deadline left out: 1, 2, 4, … until it is made.",
+        ),
+    ] = None,
     machine: MachineName = None,
     batch: Batch = None,
     plan: PlanOption = None,
@@ -73,18 +86,51 @@ def time(
         found.model, found.example, base, machine, optimizer, (sequence, mean_sequence), failures, price
     )
     console = Console()
-    rows = [(count, *question.answer(count, wanted)) for count in _counts(gpus)]
+
+    def row_of(count: int) -> Row:
+        return count, *question.answer(count, wanted)
+
+    rows = _until(limit_s, row_of) if gpus is None and limit_s is not None else list(map(row_of, _counts(gpus or "1")))
     _show(rows, console, limit_s)
     for count, told in question.learned.items():
         console.print(f"{count} GPUs: {told}", highlight=False, soft_wrap=True, markup=False)
     if question.notes:
         console.print(f"not measured: {', '.join(question.notes)}", highlight=False, soft_wrap=True, markup=False)
     if limit_s is not None:
-        in_time = [count for count, one, _ in rows if one is not None and one.total_s <= limit_s]
-        said = f"{min(in_time)} GPUs make it in {deadline}" if in_time else f"none of them makes it in {deadline}"
-        console.print(said, highlight=False, soft_wrap=True)
-        if not in_time:
+        told, is_made = _in_time(rows, limit_s, deadline)
+        console.print(told, highlight=False, soft_wrap=True)
+        if not is_made:
             raise typer.Exit(1)
+
+
+Row = tuple[int, "TrainingTime | None", str]
+"""A number of GPUs, its time with the best plan, and the plan; or why there is none."""
+
+
+def _in_time(rows: list[Row], limit_s: float, deadline: str | None) -> tuple[str, bool]:
+    """How many GPUs make it, in words, and whether any number does."""
+    made = {count: one.is_done_by(limit_s) for count, one, _ in rows if one is not None}
+    expected = min((count for count, (is_in_time, _) in made.items() if is_in_time), default=None)
+    if expected is None:
+        return f"none of them makes it in {deadline}", False
+    surely = min((count for count, (_, is_sure) in made.items() if is_sure), default=None)
+    if surely == expected:
+        return f"{expected} GPUs make it in {deadline}", True
+    slow = f"with steps as slow as nine of ten runs stay below, {surely or 'none of them'} would"
+    return f"{expected} GPUs make it in {deadline} as predicted; {slow}", True
+
+
+def _until(limit_s: float, answer: Callable[[int], Row]) -> list[Row]:
+    """The rows of 1, 2, 4, … ranks up to the first that makes it in time; without those that no plan fits."""
+    rows: list[Row] = []
+    count = 1
+    while count <= _MOST_SEARCHED:
+        rows = [one for one in rows if one[1] is not None] + [answer(count)]
+        found = rows[-1][1]
+        if found is not None and all(found.is_done_by(limit_s)):
+            break
+        count *= 2
+    return rows
 
 
 def _counts(text: str) -> list[int]:
@@ -116,7 +162,7 @@ class _TimeQuestion:
     def answer(self, count: int, tokens: float) -> tuple[TrainingTime | None, str]:
         """The time with the best plan, and the plan; or None and why there is none."""
         from torsh_distributed.planner.forecast.training_time import TrainingTime
-        from torsh_distributed.planner.search.auto_plan import nearest, ranked_plans
+        from torsh_distributed.planner.search.auto_plan import names_batch, nearest, ranked_plans
 
         ranking = ranked_plans(
             self.model,  # type: ignore[arg-type]  # a module: the command line imports torch late
@@ -127,21 +173,23 @@ class _TimeQuestion:
             sequence=self.lengths[0],
             mean_sequence=self.lengths[1],
             example=self.example,
+            batch=None if names_batch(self.base) else "auto",
         )
         if not ranking.plans:
             return None, nearest(ranking)
         best = ranking.plans[0]
-        self.notes = best.time.not_measured
+        self.notes = tuple(dict.fromkeys((*self.notes, *best.time.not_measured)))
         if best.time.learned():
             self.learned[count] = best.time.learned()
         return (
             TrainingTime(
                 num_devices=count,
                 step_s=best.time.total_s,
-                tokens_per_step=float(self.base.training.batch_size * ranking.tokens_per_sample),
+                tokens_per_step=float(best.plan.training.batch_size * ranking.tokens_per_sample),
                 tokens=tokens,
                 goodput=1.0 if self.failures is None else self.failures.goodput(count),
                 price_per_hour=self.price,
+                interval=best.time.interval,
             ),
             best.plan.mesh.equation,
         )
@@ -164,7 +212,7 @@ def machine_or_this(name: str | None, count: int) -> MachineProfile:
     return this_machine(count) if name is None else machine_named(name)
 
 
-def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, limit_s: float | None) -> None:
+def _show(rows: list[Row], console: Console, limit_s: float | None) -> None:
     from rich.table import Table
 
     from torsh_distributed.planner.machine.step_text import step_text
@@ -176,7 +224,7 @@ def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, li
             table.add_row(str(count), text, *[""] * 7)
             continue
         scaling = one.tokens_per_s / first.tokens_per_s / (count / first.num_devices)
-        hours = f"{one.total_s / 3600:,.1f}" + (" (late)" if limit_s is not None and one.total_s > limit_s else "")
+        is_late = limit_s is not None and not one.is_done_by(limit_s)[0]
         table.add_row(
             str(count),
             text,
@@ -184,9 +232,20 @@ def _show(rows: list[tuple[int, TrainingTime | None, str]], console: Console, li
             f"{one.tokens_per_s:,.0f}",
             f"{scaling:.0%}",
             f"{one.goodput:.1%}",
-            hours,
+            _between(one.total_s / 3600, ",.1f", one) + (" (late)" if is_late else ""),
             f"{one.device_hours:,.0f}",
-            "" if one.cost is None else f"{one.cost:,.0f}",
+            "" if one.cost is None else _between(one.cost, ",.0f", one),
         )
     console.print(table, highlight=False)
-    console.print("estimates; scaling is against the first row", highlight=False)
+    told = "estimates; scaling is against the first row"
+    if any(one is not None and one.interval is not None for _, one, _ in rows):
+        told += "; in brackets what 90 % of runs would take, by past runs of this machine"
+    console.print(told, highlight=False, soft_wrap=True)
+
+
+def _between(value: float, form: str, time: TrainingTime) -> str:
+    """A number that grows with the time of a step, with its interval if there is one."""
+    if time.interval is None:
+        return f"{value:{form}}"
+    low, high = time.interval
+    return f"{value:{form}} ({value * low:{form}} to {value * high:{form}})"

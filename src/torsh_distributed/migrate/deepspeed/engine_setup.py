@@ -35,6 +35,7 @@ from torsh_distributed.migrate.deepspeed.zero.kept_in_place import keep_in_place
 from torsh_distributed.migrate.deepspeed.zero.leaf_modules import give_all_gradients, wrapping_of
 from torsh_distributed.migrate.deepspeed.zero.optimizer_kinds import mark_optimizer, refuse_untested
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
+from torsh_distributed.migrate.deepspeed.zero.script_marks import give_marks
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
@@ -278,6 +279,8 @@ def make_engine(
     scaler = make_scaler(settings.section("fp16") if is_trained else {}, is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
     give_access(core, marks=settings.stage == 3)
+    if settings.stage == 3:
+        give_marks(core)
     keep_in_place(core.unwrapped)
     engine = DeepSpeedEngine(
         core,

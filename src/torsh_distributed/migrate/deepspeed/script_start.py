@@ -42,12 +42,8 @@ def initialize(
     """
     require(model is not None, "deepspeed.initialize requires a model", hint="pass model=…")
     assert model is not None, "checked above"
-    if mpu is not None or mesh_param is not None:
-        raise FeatureNotAvailable(
-            "initialize(mpu=…) and mesh_param are not supported: this engine lays out the ranks itself",
-            hint="use a plan with mesh.tp or mesh.cp, through torsh_distributed.parallelize",
-        )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _require_data_parallel(model, mpu, mesh_param)
     # After the ranks have met: scripts write the file just before, on one rank or on all of them at the same path.
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     given = config if config is not None else config_params
@@ -75,8 +71,51 @@ def initialize(
             training_data=training_data,
             collate_fn=collate_fn,
         )
+    if mpu is not None:
+        engine.mpu = mpu
     engine._config = values
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+_SIZES = {
+    "get_tensor_model_parallel_world_size": "mesh.tp",
+    "get_slice_parallel_world_size": "mesh.tp",
+    "get_model_parallel_world_size": "mesh.tp",
+    "get_pipeline_model_parallel_world_size": "mesh.pp",
+    "get_pipe_parallel_world_size": "mesh.pp",
+    "get_sequence_parallel_world_size": "mesh.cp",
+    "get_expert_model_parallel_world_size": "mesh.ep",
+}
+"""What an `mpu` such as Megatron's says of the ranks that share samples, and the axis of a plan for it."""
+
+
+def _require_data_parallel(model: nn.Module, mpu: Any, mesh_param: tuple[int, ...] | None) -> None:
+    """Refuse an `mpu` or a mesh in which some ranks share their samples: this engine spreads data over all of them.
+
+    Megatron passes its `mpu` whenever it runs without pipeline stages, mostly with one rank to a model.
+    """
+    require(
+        mpu is None or not isinstance(model, PipelineModule),
+        "mpu must be None with pipeline parallelism",
+        hint="leave mpu out: the PipelineModule's topology says where ranks stand",
+    )
+    found = [(f"mpu.{name}()", int(getattr(mpu, name)()), axis) for name, axis in _SIZES.items() if hasattr(mpu, name)]
+    found += [(f"mesh_param[{index}]", size, "mesh.cp") for index, size in enumerate(mesh_param or ()) if index]
+    for name, size, axis in found:
+        if size > 1:
+            raise FeatureNotAvailable(
+                f"{name} is {size}: this engine spreads data over all ranks, and does not know layers that ranks share",
+                hint=f"use a plan with {axis}, through torsh_distributed.parallelize",
+            )
+    num_ranks = process_group.world_size()
+    told = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else num_ranks
+    require(
+        told == num_ranks and (mesh_param is None or mesh_param[0] == num_ranks),
+        "mpu and mesh_param have all ranks of the job in their data parallel group",
+        mpu=told,
+        mesh_param=mesh_param,
+        num_ranks=num_ranks,
+    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torsh_distributed import events
 from torsh_distributed.observe.job.energy_summary import EnergySummary, EpochEnergy, MeterRow
@@ -23,6 +23,8 @@ _MAX_NOTES = 20
 _MAX_EPOCHS = 10_000
 _LEAST_INTERVAL_S = 0.5
 _SILENT_S = 30.0
+_MOST_W = 1e9
+"""Of one meter: more is damage to a file of events."""
 J_PER_KWH = 3.6e6
 
 
@@ -140,8 +142,10 @@ class EnergyAccount:
 
     def take_energy(self, event: events.EnergyEvent) -> None:
         """An interval of a meter."""
-        if event.duration_s <= 0 or event.joules < 0 or not math.isfinite(event.joules):
+        if event.duration_s <= 0 or not 0 <= event.joules <= _MOST_W * event.duration_s:
             return
+        if event.g_per_kwh is not None and not 0 <= event.g_per_kwh < math.inf:
+            event = replace(event, g_per_kwh=None)
         key = event.node, event.meter
         track = self._tracks.get(key)
         if track is None:
@@ -304,7 +308,8 @@ class EnergyAccount:
             mean_w=total_j / duration_s if duration_s > 0 else 0.0,
             peak_w=self._peak_w,
             idle_w=idle_w if is_idle_known else None,
-            idle_j=min(total_j, idle_w * duration_s) if is_idle_known else None,
+            # Of the time that meters were read: a run that goes on a day later did not draw it overnight.
+            idle_j=min(total_j, math.fsum(one.least_w * one.duration_s for one in tracks)) if is_idle_known else None,
             steps_j=self._steps_j,
             waiting_j=None if waiting is None else self._steps_j * waiting,
             start_j=self._start_j,

@@ -155,11 +155,10 @@ class RiskMonitor:
         usual = self._usual_s.setdefault(rank, statistics.median(own[_LEAST:]))
         if usual <= 0:
             return None
-        recent = statistics.median(own[-_LEAST:])
-        is_rising = _trend([at for at, _ in points], own).is_rising
-        growth = recent / usual - 1
-        score = min(1.0, max(0.0, growth)) if is_rising or growth > 1 else 0.0
-        detail = f"a step takes {recent * 1e3:.1f} ms of its own, {recent / usual:.1f} times as long as at first"
+        # Of a rank that got slower nearly every step is; of one whose core others use, some are as short as ever.
+        recent = sorted(own[-2 * _LEAST :])[1]
+        score = min(1.0, max(0.0, recent / usual - 1))
+        detail = f"nearly every step takes {recent * 1e3:.1f} ms of its own, {recent / usual:.1f} times what it took"
         return RiskScore(time=time, rank=rank, score=score, reason="slowing", detail=detail)
 
 

@@ -55,6 +55,9 @@ class TrainingTime:
     goodput: float = 1.0
     price_per_hour: float | None = None
     """Of one device, as the user says; there is no list of prices here."""
+    interval: tuple[float, float] | None = None
+    """Between which multiples of the step 90 % of past runs are, which is what hours and cost are multiplied with as
+    well; None before there are enough."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -70,6 +73,11 @@ class TrainingTime:
     def total_s(self) -> float:
         """From beginning to end, with what failures take."""
         return self.num_steps * self.step_s / self.goodput
+
+    def is_done_by(self, limit_s: float) -> tuple[bool, bool]:
+        """Whether it ends in time as predicted, and whether it does as slowly as the interval allows."""
+        slowest = self.interval[1] if self.interval is not None else 1.0
+        return self.total_s <= limit_s, self.total_s * slowest <= limit_s
 
     @property
     def device_hours(self) -> float:

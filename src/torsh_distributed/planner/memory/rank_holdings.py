@@ -64,6 +64,18 @@ class Recompute(IntEnum):
 
 def recomputed_blocks(profile: ModelProfile, plan: Plan) -> tuple[Recompute, ...]:
     """For each block of the model, what backward recomputes of it; the plan is decided (`ActivationConfig`)."""
+    return with_own(profile, _planned(profile, plan))
+
+
+def with_own(profile: ModelProfile, recomputed: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
+    """The same with the blocks that the model recomputes whatever the plan says."""
+    if not any(block.recomputes_itself for block in profile.blocks):
+        return recomputed
+    chain = zip(profile.chain(), recomputed, strict=True)
+    return tuple(Recompute.WHOLE if block.recomputes_itself else one for block, one in chain)
+
+
+def _planned(profile: ModelProfile, plan: Plan) -> tuple[Recompute, ...]:
     config, count = plan.activation, profile.num_blocks
     if config.strategy == "uniform":
         return _every(config.every_n_layers, count)

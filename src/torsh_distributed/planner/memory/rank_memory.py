@@ -17,6 +17,7 @@ from torsh_distributed.planner.memory.rank_holdings import (
     Terms,
     recomputed_blocks,
     samples_per_pass,
+    with_own,
 )
 from torsh_distributed.planner.memory.stage_parts import StagePart, largest_ranks, microbatches_in_flight, stage_parts
 from torsh_distributed.planner.model.model_profile import (
@@ -49,6 +50,7 @@ def rank_peak(
     device_type: str = "cuda",
 ) -> float:
     """The estimated peak of one pipeline rank, if so much is recomputed, whatever the plan says of that."""
+    recomputed = with_own(profile, recomputed)
     parts = stage_parts(profile, plan)[rank]
     return _RankEstimate(profile, plan, optimizer, device_type, parts, recomputed).rank_memory(rank).total_bytes
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.sections.mesh import PipelineConfig
 from torsh_distributed.planner.model.model_profile import ModelProfile
@@ -30,6 +31,8 @@ def stage_parts(profile: ModelProfile, plan: Plan) -> tuple[tuple[StagePart, ...
     """
     if plan.mesh.pp == 1:
         return ((StagePart(0, profile.num_blocks, has_before=True, has_after=True),),)
+    if len(set(profile.block_names)) < profile.num_blocks:
+        raise ConfigurationError(f"{profile.name} calls the same layers more than once, so they make no pipeline")
     config = plan.pipeline
     costs = profile.stage_costs(with_tables=config.balance == "parameters")
     return _parts(costs, config.schedule, config.stages_per_rank, plan.mesh.pp)

@@ -15,11 +15,24 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes, without_cache
 from torsh_distributed.parallel.models.structure import POSITIONS
-from torsh_distributed.planner.torch_internals import tree_leaves
+from torsh_distributed.planner.torch_internals import tree_leaves, tree_map
 
 _LENGTH = 512
 """Tokens of a sample for a model that has no limit."""
 _IMAGE = 224
+
+
+@dataclass(frozen=True)
+class _TensorShape:
+    """A tensor inside an argument, or one that all samples share."""
+
+    shape: tuple[int, ...]
+    """Of one sample, or of all."""
+    dtype: torch.dtype
+    is_shared: bool
+
+    def make(self, num_samples: int) -> Tensor:
+        return torch.zeros(self.shape if self.is_shared else (num_samples, *self.shape), dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -32,18 +45,22 @@ class BatchShape:
     has_labels: bool
     """Whether the model takes labels and returns its loss."""
     others: Mapping[str, Any]
-    """Arguments that are not tensors."""
+    """Arguments that are not tensors of samples, with a `_TensorShape` for each tensor inside them."""
 
     def in_words(self) -> str:
         """The arguments of a sample, for a message."""
-        return ", ".join(f"{name} {'×'.join(map(str, shape)) or 'scalar'}" for name, (shape, _) in self.inputs.items())
+        words = [f"{name} {'×'.join(map(str, shape)) or 'scalar'}" for name, (shape, _) in self.inputs.items()]
+        return ", ".join([*words, *(name for name in self.others if name != "use_cache")])
 
     def make(self, num_samples: int) -> dict[str, Any]:
         """The arguments of a forward of `num_samples`."""
         made: dict[str, Any] = {
             name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.inputs.items()
         }
-        return {**made, **self.others}
+        return {
+            **made,
+            **tree_map(lambda one: one.make(num_samples) if isinstance(one, _TensorShape) else one, self.others),
+        }
 
 
 def batch_shape(model: nn.Module, *, sequence: int | None = None, example: Any = None) -> BatchShape:
@@ -59,13 +76,31 @@ def batch_shape(model: nn.Module, *, sequence: int | None = None, example: Any =
 
 
 def _from_example(model: nn.Module, example: Any) -> BatchShape:
+    """A tensor whose first dim is that of the first one grows with the samples; all others are the same for them."""
     named = named_inputs(model, example)
-    tensors = {name: (tuple(one.shape[1:]), one.dtype) for name, one in named.items() if isinstance(one, Tensor)}
-    if not tensors:
-        raise InvalidArgument("the example has no tensor", hint="return (model, (inputs,)) or (model, {name: tensor})")
-    length = next((shape[0] for shape, dtype in tensors.values() if len(shape) == 1 and not dtype.is_floating_point), 1)
-    others = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
-    return BatchShape(tensors, length, has_labels="labels" in tensors, others=without_cache(model, others))
+    leaves = [leaf for leaf in tree_leaves(named) if isinstance(leaf, Tensor)]
+    count = next((leaf.shape[0] for leaf in leaves if leaf.dim()), None)
+    if count is None:
+        raise InvalidArgument(
+            "the example has no tensor with samples", hint="return (model, (inputs,)) or (model, {name: tensor})"
+        )
+
+    def shape_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_shared = not leaf.dim() or leaf.shape[0] != count
+        return _TensorShape(tuple(leaf.shape if is_shared else leaf.shape[1:]), leaf.dtype, is_shared)
+
+    shapes = tree_map(shape_of, named)
+    found = [leaf for leaf in tree_leaves(shapes) if isinstance(leaf, _TensorShape) and not leaf.is_shared]
+    length = next((one.shape[0] for one in found if len(one.shape) == 1 and not one.dtype.is_floating_point), 1)
+    inputs = {
+        name: (one.shape, one.dtype)
+        for name, one in shapes.items()
+        if isinstance(one, _TensorShape) and not one.is_shared
+    }
+    others = {name: one for name, one in shapes.items() if name not in inputs}
+    return BatchShape(inputs, length, has_labels="labels" in inputs, others=without_cache(model, others))
 
 
 def _from_config(model: Any, sequence: int | None) -> BatchShape:
@@ -80,7 +115,7 @@ def _from_config(model: Any, sequence: int | None) -> BatchShape:
         (
             getattr(config, name)
             for name in ("max_position_embeddings", "n_positions", "n_ctx")
-            if hasattr(config, name)
+            if (getattr(config, name, None) or 0) > 0  # below 0: no limit
         ),
         None,
     )
@@ -131,7 +166,7 @@ def _from_first_layer(model: nn.Module, sequence: int | None) -> BatchShape:
             " forward, of one sample or more",
         )
     _, layer = first
-    dtype = next(param.dtype for param in model.parameters())
+    dtype = layer.weight.dtype
     if isinstance(layer, nn.Embedding):
         tables = [m.num_embeddings for n, m in named if isinstance(m, nn.Embedding) and n.split(".")[-1] in POSITIONS]
         length = _checked_length(sequence, min(tables, default=None) if tables else None)

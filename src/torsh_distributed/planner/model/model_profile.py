@@ -145,6 +145,16 @@ class SegmentProfile:
     """At its forward's peak, without input and parameters."""
     backward_live: HeldBytes
     """At its backward's peak, without input, parameters and their gradients."""
+    recomputes_itself: bool = False
+    """Whether the model calls it inside `torch.utils.checkpoint`, whatever the plan says."""
+
+    def called_again(self) -> SegmentProfile:
+        """The same block where it was called before: its parameters, and the copies of them, are there already."""
+        saved, selective = (
+            {held: amount for held, amount in kept.items() if held is not Held.WEIGHTS}
+            for kept in (self.saved, self.selective_saved)
+        )
+        return dataclasses.replace(self, params=ParamCounts(), saved=saved, selective_saved=selective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +213,8 @@ class ModelProfile:
     """What the loss is, where the model does not say."""
     computes_in: str
     """Format of the products it was traced with, as in `precision.dtype`."""
+    notes: tuple[str, ...] = ()
+    """What of the model is not counted as it runs, in sentences."""
 
     @property
     def num_blocks(self) -> int:

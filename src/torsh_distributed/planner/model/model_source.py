@@ -73,7 +73,8 @@ def _from_function(where: str) -> FoundModel:
             f"{where}: it returns a {type(made).__name__}, not a model",
             hint="return an nn.Module, or (model, example inputs)",
         )
-    return FoundModel(model, example)
+    # What `torch.compile` returned: its forward has no arguments of its own, and the estimate is of eager execution.
+    return FoundModel(dict(model.named_children()).get("_orig_mod", model), example)
 
 
 def _imported(module_name: str, where: str) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -200,16 +200,20 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
         with saved_tensors_hooks(note, lambda tensor: tensor):
             yield
 
-    def peak(self, segment: TracedSegment, phase: Phase) -> dict[Held, int]:
-        """The bytes alive at the peak of a phase that came to life in this segment, by how a rank holds them."""
+    def peak(self, segment: TracedSegment, phase: Phase, *, without: Container[int] = ()) -> dict[Held, int]:
+        """The bytes alive at the peak of a phase that came to life in this segment, by how a rank holds them.
+
+        `without` are storages that are counted elsewhere.
+        """
         alive: dict[int, int] = {}
         if phase == "backward":
             for number, change in segment.changes["forward"]:
-                _apply(alive, number, change)
+                if number not in without:
+                    _apply(alive, number, change)
         largest, now = {} if phase == "forward" else dict(alive), sum(alive.values())
         most = now if phase == "backward" else 0
         for number, change in segment.changes[phase]:
-            if number in segment.gradients or (change < 0 and number not in alive):
+            if number in segment.gradients or number in without or (change < 0 and number not in alive):
                 continue
             _apply(alive, number, change)
             now += change

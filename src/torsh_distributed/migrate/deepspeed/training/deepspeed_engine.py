@@ -61,6 +61,8 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self.local_rank, self.global_rank = local_rank(), process_group.rank()
         self.world_size, self.dp_world_size = process_group.world_size(), core.strategy.data_degree
         self.mp_world_size = 1
+        self.mpu: Any = None
+        """What `initialize` got as such."""
         self.collate_fn, self.training_data = collate_fn, training_data
         self._config: Any = None
         """The config as `initialize` read it: scripts look into it too. Any: a type of a higher layer."""

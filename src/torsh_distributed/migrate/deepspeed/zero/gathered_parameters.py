@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.config.hjson_format import read_config
 from torsh_distributed.migrate.deepspeed.surface.script_helpers import z3_leaf_module
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
@@ -22,6 +23,7 @@ from torsh_distributed.migrate.deepspeed.zero.param_access import (
     make_sharded,
     make_whole,
     mark,
+    mark_whole,
     owner_of,
     trained_param,
 )
@@ -29,6 +31,7 @@ from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
 
 _ATTRIBUTE = "_external_params"
+_NOTED = "_torsh_shards_noted"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -40,6 +43,12 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Take it back."""
     known = module.__dict__.get(_ATTRIBUTE, [])
     known[:] = [one for one in known if one is not parameter]
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What a script has registered for a module."""
+    registered: list[nn.Parameter] = module.__dict__.get(_ATTRIBUTE, [])
+    return registered
 
 
 def external_names(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -59,8 +68,7 @@ def external_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 def _used_by(module: nn.Module) -> list[nn.Parameter]:
     """What a module uses of others: parameters that it registered, and of a leaf module those of all parts of it."""
-    registered: list[nn.Parameter] = module.__dict__.get(_ATTRIBUTE, [])
-    return [*registered, *(module.parameters() if z3_leaf_module(module) else ())]
+    return [*external_parameters(module), *(module.parameters() if z3_leaf_module(module) else ())]
 
 
 def gather_external(model: nn.Module, externals: dict[nn.Module, list[str]]) -> None:
@@ -187,20 +195,28 @@ class GatheredParameters:
         """Each shard, its whole values, and the places where those stand for it."""
         self._planned: list[Any] = []
         """Marked parameters that are not sharded yet, or that one rank holds alone. Any: attributes."""
+        self._pieces: list[FSDPModule] = []
 
     def __enter__(self) -> None:
         self._whole = []
         self._planned = [param for param in self._params if hasattr(param, "ds_id") and not hasattr(param, "to_local")]
         for param in self._planned:
             param.ds_status = ZeroParamStatus.AVAILABLE
-        places = _places({owner for param in self._params if (owner := owner_of(param)) is not None})
+        owners = {owner for param in self._params if (owner := owner_of(param)) is not None}
+        self._pieces = _sharded_pieces(owners, self._params)
+        _note_shards(self._pieces)
+        places = _places(owners)
         for param in self._params:
             if hasattr(param, "to_local") and not hasattr(param, "ds_whole"):  # listed once, and by one block
                 gathered = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
+                if param.requires_grad:
+                    gathered.register_hook(_refuse_gradient)
                 found = places.get(id(param), [])
                 for module, name in found:
                     module._parameters[name] = gathered
                 make_whole(param, gathered)
+                if hasattr(param, "ds_id"):
+                    mark_whole(gathered, param)
                 self._whole.append((param, gathered, found))
             elif (shard := trained_param(param)) is not param:  # whole already, as all are under stage 2
                 self._whole.append((shard, param, []))
@@ -209,6 +225,8 @@ class GatheredParameters:
     def __exit__(self, kind: object, *rest: object) -> None:
         for planned in self._planned:
             planned.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        for piece in self._pieces:
+            piece.reshard()  # a forward in the block may have left it gathered, and FSDP2 would not gather it again
         for param, _, found in self._whole:
             if hasattr(param, "ds_whole"):
                 make_sharded(param)
@@ -242,6 +260,40 @@ def _listed(params: Any) -> list[nn.Parameter]:
     if isinstance(params, Tensor):
         return [params]  # type: ignore[list-item]  # parameters are tensors
     return list(params.parameters() if isinstance(params, nn.Module) else params)
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise FeatureNotAvailable(
+        "a loss was computed from a parameter inside GatheredParameters: its gradient would not reach the shards",
+        hint="read the parameter in the forward of its module, or name it with"
+        " deepspeed.zero.register_external_parameter in that of another one",
+    )
+
+
+def _sharded_pieces(owners: set[Engine], params: Iterable[nn.Parameter]) -> list[FSDPModule]:
+    """What FSDP2 gathers together with these shards."""
+    wanted = {id(param) for param in params if hasattr(param, "to_local")}
+    found: dict[int, FSDPModule] = {}
+    for owner in owners:
+        for name, module in owner.unwrapped.named_modules():
+            piece = (
+                None if wanted.isdisjoint(map(id, module._parameters.values())) else _piece_of(owner.unwrapped, name)
+            )
+            if piece is not None:
+                found[id(piece)] = piece
+    return list(found.values())
+
+
+def _note_shards(pieces: Iterable[FSDPModule]) -> None:
+    """Let FSDP2 note its shards, which it does when it first gathers them, before others stand in their place.
+
+    A forward in the block may be the first one, as in PPO, which generates before it trains.
+    """
+    for piece in pieces:
+        if not getattr(piece, _NOTED, False):
+            setattr(piece, _NOTED, True)
+            piece.unshard()
+            piece.reshard()
 
 
 def _places(owners: set[Engine]) -> dict[int, list[tuple[nn.Module, str]]]:

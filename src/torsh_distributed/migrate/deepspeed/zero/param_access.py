@@ -26,6 +26,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.training.master_weights import MASTER, MasterWeights
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.train.torch_internals import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,6 +70,14 @@ def mark(param: Any) -> None:
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
     param.ds_param_type = ZeroParamType.PARTITIONED
+    param.ds_active_sub_modules = set()
+
+
+def mark_whole(param: Any, shard: Any) -> None:
+    """Give whole values that stand for a shard what scripts look at. Any: attributes."""
+    for name in ("ds_id", "ds_shape", "ds_numel", "ds_param_type", "ds_active_sub_modules"):
+        setattr(param, name, getattr(shard, name))
+    param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def is_zero_param(parameter: object) -> bool:
@@ -92,6 +101,14 @@ def make_sharded(param: Any) -> None:
     del param.ds_whole
 
 
+_OF_THE_SHARD = (
+    *(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")),
+    *(getattr(Tensor, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    Tensor.register_hook,
+)
+"""What a gathered parameter still answers for its shard: FSDP2 adds gradients to that one."""
+
+
 @functools.cache
 def _whole_kind() -> type[DTensor]:
     """Made on first use: importing DTensor takes a second that many jobs need not spend."""
@@ -107,6 +124,9 @@ def _whole_kind() -> type[DTensor]:
         def __torch_function__(
             cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
+            if func in _OF_THE_SHARD:
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **dict(kwargs or {}))
             return func(*_with_whole(args), **_with_whole(dict(kwargs or {})))
 
         @override
