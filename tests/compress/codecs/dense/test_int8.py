@@ -13,6 +13,7 @@ from tests.compress.codecs.quantisers import assert_exact_size, assert_key_is_ig
 from tests.compress.examples import examples
 from tests.compress.gradients import PLAIN_KINDS, gradients
 from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
 from torsh_distributed.compress.codecs.dense.rounding import Int8Codec
 
 blocks = st.sampled_from([8, 100, 256, 4096])
@@ -42,6 +43,8 @@ def test_it_contracts_as_stated(x: Tensor, block: int) -> None:
 
 def test_the_formula_for_its_size() -> None:
     assert Int8Codec(256).payload_bytes(10_000) == 4 * 40 + 10_000
+    assert Int8Codec().payload_bytes(257) == 4 * 2 + 257
+    assert Int8Codec().contraction(0) == Int8Codec().contraction(1) == 1 - ROUNDING
 
 
 def test_an_outlier_costs_precision_to_its_block_only() -> None:

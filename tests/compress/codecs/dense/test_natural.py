@@ -30,6 +30,7 @@ def test_the_payload_has_the_promised_size(x: Tensor) -> None:
 
 def test_the_formula_for_its_size() -> None:
     assert NaturalCodec().payload_bytes(5000) == 5000 + 5
+    assert NaturalCodec().payload_bytes(1025) == 1025 + 2
 
 
 @given(gradients(PLAIN_KINDS), st.integers(0, 1000))

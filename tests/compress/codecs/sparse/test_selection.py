@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compress.examples import examples
-from torsh_distributed.compress.codecs.sparse.selection import at_least, largest
+from torsh_distributed.compress.codecs.sparse.selection import at_least, largest, share_of
 from torsh_distributed.compress.messages import indices as indices_module
 
 
@@ -75,3 +75,8 @@ def test_what_reaches_a_magnitude_is_found_across_pieces_of_a_scan() -> None:
 def test_nothing_reaches_what_no_float_can_be() -> None:
     assert at_least(torch.full((3,), torch.finfo(torch.float32).max), 1e39).numel() == 0
     assert at_least(torch.full((3,), torch.finfo(torch.float32).max), torch.finfo(torch.float32).max).numel() == 3
+
+
+def test_a_share_is_rounded_and_at_least_one_element_of_some() -> None:
+    assert [share_of(0.01, count) for count in (0, 1, 10, 149, 151)] == [0, 1, 1, 1, 2]
+    assert share_of(1.0, 3) == 3
