@@ -150,10 +150,11 @@ class SegmentProfile:
 
     def called_again(self) -> SegmentProfile:
         """The same block where it was called before: its parameters, and the copies of them, are there already."""
-        saved, selective = (
-            {held: amount for held, amount in kept.items() if held is not Held.WEIGHTS}
-            for kept in (self.saved, self.selective_saved)
-        )
+
+        def again(kept: Mapping[Held, BatchAmount]) -> dict[Held, BatchAmount]:
+            return {held: amount for held, amount in kept.items() if held is not Held.WEIGHTS}
+
+        saved, selective = again(self.saved), again(self.selective_saved)
         return dataclasses.replace(self, params=ParamCounts(), saved=saved, selective_saved=selective)
 
 

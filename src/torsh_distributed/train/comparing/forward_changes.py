@@ -160,7 +160,7 @@ def _numbers_of_loss(loss_fn: Any) -> Iterator[tuple[str, float]]:
     """What a loss keeps between calls."""
     if isinstance(loss_fn, nn.Module):
         buffers = ((name, _fingerprint(one)) for name, one in loss_fn.named_buffers())
-        found = itertools.chain(buffers, _numbers(loss_fn))
+        found: Iterator[tuple[str, float]] = itertools.chain(buffers, _numbers(loss_fn))
     else:
         found = _numbers_around([loss_fn])
     yield from ((f"the loss's {name}", number) for name, number in found)
