@@ -210,7 +210,7 @@ class GatheredParameters:
             if hasattr(param, "to_local") and not hasattr(param, "ds_whole"):  # listed once, and by one block
                 gathered = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
                 if param.requires_grad:
-                    gathered.register_hook(_refuse_gradient)
+                    gathered.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
                 found = places.get(id(param), [])
                 for module, name in found:
                     module._parameters[name] = gathered
