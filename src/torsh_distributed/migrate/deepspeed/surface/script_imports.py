@@ -99,7 +99,6 @@ def import_names() -> dict[str, Names]:
         "deepspeed.launcher": {},
         "deepspeed.launcher.runner": {
             "DLTS_HOSTFILE": DEFAULT_HOSTFILE,
-            "DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env",
             "fetch_hostfile": fetch_hostfile,
             "parse_inclusion_exclusion": parse_inclusion_exclusion,
         },
