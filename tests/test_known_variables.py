@@ -20,8 +20,8 @@ ALIKE = re.compile(
     r"(TORSH|SLURM|OMPI|PMIX?|PBS|NCCL|GLOO|TORCH|TORCHELASTIC|HOROVOD|DEEPSPEED|RAY|KUBERNETES|PET|CUDA|OMP|MASTER)"
     r"(_[A-Z0-9]+)+"
 )
-NOT_VARIABLES = {"TORCH_DISTRIBUTED_DEFAULT_PORT", "GLOO_DEVICE_TRANSPORT_TCP_TLS"}
-"""A constant of DeepSpeed's; the beginning of names that gloo has for its certificates."""
+NOT_VARIABLES = {"TORCH_DISTRIBUTED_DEFAULT_PORT", "DEEPSPEED_OPTIMIZERS", "GLOO_DEVICE_TRANSPORT_TCP_TLS"}
+"""Constants of DeepSpeed's; the beginning of names that gloo has for its certificates."""
 
 
 def modules() -> dict[str, tuple[ast.AST, ...]]:

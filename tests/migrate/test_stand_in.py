@@ -70,6 +70,12 @@ import torsh_distributed as td
 td.migrate.install("deepspeed")
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.compression.compress import init_compression, redundancy_clean
+from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+from deepspeed.utils.zero_to_fp32 import get_optim_files
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
@@ -79,6 +85,10 @@ from deepspeed.utils import RepeatingLoader, groups, log_dist, safe_get_full_fp3
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 assert deepspeed.zero.Init is deepspeed.runtime.zero.Init and deepspeed.comm.ReduceOp.SUM is not None
 assert importlib.util.find_spec("deepspeed") is not None
+assert importlib.util.find_spec("deepspeed.ops.adam") is not None
+for asked in ("deepspeed.ops.deepspeed4science", "deepspeed.nothing"):  # as OpenFold does before it imports one
+    assert importlib.util.find_spec(asked) is None
+assert OpBuilder.is_rocm_pytorch() is False
 found = importlib.metadata.metadata("deepspeed")
 assert importlib.metadata.version("deepspeed") == deepspeed.__version__ and found["Author"] == "torsh-distributed"
 assert importlib.metadata.version("torch")
@@ -90,6 +100,10 @@ for missing in ("deepspeed.ops.sparse_attention", "deepspeed.nothing"):
         print(error)
 try:
     deepspeed.init_inference(None)
+except RuntimeError as error:
+    print(error)
+try:
+    redundancy_clean(None, {})
 except RuntimeError as error:
     print(error)
 td.migrate.uninstall("deepspeed")
@@ -105,6 +119,7 @@ def test_deepspeed_is_there_with_its_metadata_and_refuses_by_name(tmp_path: Path
     assert "sparse attention is compiled code: use torch's FlexAttention" in output
     assert "deepspeed.nothing is not part of torsh_distributed's deepspeed, which has: deepspeed," in output
     assert "init_inference is not part of torsh_distributed's deepspeed" in output
+    assert "redundancy_clean is not part of torsh_distributed's deepspeed" in output
     assert output.endswith("gone\n")
 
 

@@ -117,7 +117,7 @@ class _MissingModules:
         self._metadata = _StandInMetadata(package, version)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith(f"{self._package}."):
+        if not name.startswith(f"{self._package}.") or _is_asked():
             return None
         reason = next(
             (why for start, why in self._reasons.items() if name == start or name.startswith(f"{start}.")), ""
@@ -128,6 +128,16 @@ class _MissingModules:
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         if context is None or context.name in (None, self._package):
             yield self._metadata
+
+
+def _is_asked() -> bool:
+    """Whether `importlib.util.find_spec` looks for the module, which says None for one that is not there."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_find_and_load":
+        if frame.f_code is importlib.util.find_spec.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]  # None above the first
+    return False
 
 
 class _StandInMetadata(Distribution):

@@ -25,6 +25,7 @@ from torsh_distributed.migrate.deepspeed.surface import (
     op_builders,
     runtime_helpers,
     script_helpers,
+    script_imports,
 )
 from torsh_distributed.migrate.deepspeed.surface.refused_names import REFUSED_MODULES, refused_names
 from torsh_distributed.migrate.deepspeed.training import deepspeed_engine, loss_scales, microbatch_loop
@@ -67,6 +68,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         **_pipe(),
         **_zero(),
         **_optimizers(),
+        **script_imports.import_names(),
     }
     for name in found:
         found[name] = {**refused_names(name), **found[name]}
@@ -187,7 +189,11 @@ def _runtime() -> dict[str, Names]:
     scheduler = {"CurriculumScheduler": curriculum.CurriculumSchedule}
     return {
         "deepspeed.runtime": {},
-        "deepspeed.runtime.engine": {**_engines(), **_public(microbatch_loop, "DeepSpeedDataLoader")},
+        "deepspeed.runtime.engine": {
+            **_engines(),
+            **_public(microbatch_loop, "DeepSpeedDataLoader"),
+            "MEMORY_OPT_ALLREDUCE_SIZE": 500000000,
+        },
         "deepspeed.runtime.config": {**_config(), **key_constants.optimizer_names()},
         "deepspeed.runtime.config_utils": {
             **{name: value for name, value in vars(config_helpers).items() if name.startswith(("get_", "dict_"))},

@@ -24,10 +24,10 @@ class ValidationMode(StrEnum):
     FAIL = "FAIL"
 
 
-def optimizer_names() -> dict[str, str]:
-    """The names of optimizers for `optimizer.type`, each by the name of its constant."""
+def optimizer_names() -> dict[str, Any]:
+    """The names of optimizers for `optimizer.type`, each by the name of its constant, and all of them."""
     names = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
-    return {f"{name.upper()}_OPTIMIZER": name for name in names}
+    return {**{f"{name.upper()}_OPTIMIZER": name for name in names}, "DEEPSPEED_OPTIMIZERS": list(names)}
 
 
 def key_constants() -> dict[str, Any]:

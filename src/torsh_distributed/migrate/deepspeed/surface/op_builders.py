@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
+
 from torsh_distributed.errors import FeatureNotAvailable
 
 _THERE = {
@@ -53,6 +55,11 @@ class OpBuilder:
     def compatible_ops(self) -> list[str]:
         """The operations that are here."""
         return list(_THERE)
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch is built for AMD's GPUs."""
+        return torch.version.hip is not None
 
     def load(self, verbose: bool = True) -> NoReturn:
         """Refuse: there is no compiled module to return."""

@@ -11,6 +11,11 @@ _LAYERS = "use torch.nn.TransformerEncoderLayer, or a model of transformers"
 _SPLITS = "use mesh.tp of a plan, through torsh_distributed.parallelize"
 _SEQUENCES = "use mesh.cp of a plan, through torsh_distributed.parallelize"
 _READS = "torsh_distributed.migrate.deepspeed.open_checkpoint reads checkpoints, universal ones too"
+_DROPS = "random layer token drop changes the model's layers: not done here"
+_SMALLER = "quantise or prune with torchao"
+_RECOMPUTES = "call deepspeed.checkpointing.checkpoint"
+_DEVICE = "the accelerator is the one that torch finds"
+_FILES = "checkpoints of this engine have other files: get_fp32_state_dict_from_zero_checkpoint reads both kinds"
 _CUTS = "use the pipeline schedules of a plan: pipeline.schedule"
 
 REFUSED = {
@@ -29,6 +34,20 @@ REFUSED = {
         "replace_transformer_layer": "use torch.compile",
         "revert_transformer_layer": "use torch.compile",
         "module_inject": "use torch.compile",
+    },
+    "deepspeed.compression.compress": {"init_compression": _SMALLER, "redundancy_clean": _SMALLER},
+    "deepspeed.compression.helper": {"convert_conv1d_to_linear": _SMALLER},
+    "deepspeed.launcher.runner": {"main": "start workers with `torsh run --as deepspeed`"},
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": _DROPS},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "convert_to_random_ltd": _DROPS,
+        "save_without_random_ltd": _DROPS,
+    },
+    "deepspeed.utils.zero_to_fp32": {
+        "get_model_state_file": _FILES,
+        "get_model_state_files": _FILES,
+        "get_optim_files": _FILES,
+        "get_checkpoint_files": _FILES,
     },
     "deepspeed.checkpoint": {
         "DeepSpeedCheckpoint": _READS,
@@ -53,8 +72,10 @@ REFUSED = {
     },
     "deepspeed.runtime.sparse_tensor": {"SparseTensor": "use torch.sparse_coo_tensor"},
     "deepspeed.runtime.zero.mics": {"MiCS_Optimizer": "zero_optimization.mics_shard_size makes groups of shards"},
-    "deepspeed.accelerator": {"set_accelerator": "the accelerator is the one that torch finds"},
-    "deepspeed.checkpointing": {"CheckpointFunction": "call deepspeed.checkpointing.checkpoint"},
+    "deepspeed.accelerator": {"set_accelerator": _DEVICE},
+    "deepspeed.accelerator.real_accelerator": {"set_accelerator": _DEVICE},
+    "deepspeed.checkpointing": {"CheckpointFunction": _RECOMPUTES},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {"CheckpointFunction": _RECOMPUTES},
     "deepspeed.utils.groups": {"initialize": "pass ep_size to deepspeed.moe.layer.MoE"},
     "engine": {
         "set_custom_curriculum_learning_schedule": "the section curriculum_learning has schedules for lengths",
@@ -70,14 +91,14 @@ REFUSED_MODULES = {
     "deepspeed.ops.gds": "use the plan's section offload for state on disk",
     "deepspeed.ops.quantizer": "quantise with torchao",
     "deepspeed.ops.fp_quantizer": "quantise with torchao",
-    "deepspeed.ops.random_ltd": "random layer token drop changes the model's layers: not done here",
+    "deepspeed.ops.random_ltd": _DROPS,
     "deepspeed.ops.deepspeed4science": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
     "deepspeed.ops.evoformer_attn": "DeepSpeed's evoformer attention is compiled code: use torch's FlexAttention",
     "deepspeed.checkpoint.ds_to_universal": "a checkpoint of this engine loads at any world size and stage as it is",
     "deepspeed.inference": _SERVES,
     "deepspeed.model_implementations": _SERVES,
     "deepspeed.module_inject": "use torch.compile",
-    "deepspeed.compression": "quantise or prune with torchao",
+    "deepspeed.compression": _SMALLER,
     "deepspeed.autotuning": "`torsh plan` and `torsh tune` look for settings",
     "deepspeed.launcher": "start workers with `torsh run --as deepspeed`",
     "deepspeed.env_report": "`torsh doctor` looks at the machine",
@@ -97,7 +118,7 @@ REFUSED_MODULES = {
     "deepspeed.runtime.quantize": "quantise with torchao",
     "deepspeed.runtime.eigenvalue": "quantise with torchao",
     "deepspeed.runtime.data_pipeline.data_sampling": "use a DataLoader, and CurriculumScheduler for lengths",
-    "deepspeed.runtime.data_pipeline.data_routing": "random layer token drop changes the model's layers: not done here",
+    "deepspeed.runtime.data_pipeline.data_routing": _DROPS,
     "deepspeed.sequence": _SEQUENCES,
     "deepspeed.linear": "use PEFT",
     "deepspeed.compile": "call engine.compile(), which is torch.compile",
