@@ -67,6 +67,8 @@ class Ranking:
     """What a rank may use of its device."""
     smallest: tuple[Plan, MemoryTable] | None = None
     """Of those that do not fit, the one that needs the least; None if some fit."""
+    is_offloaded: bool = False
+    """Whether nothing fits without offload, so that all plans have it."""
 
 
 @dataclass
