@@ -246,7 +246,7 @@ def _own_checkpoints(run: TracedRun) -> Iterator[None]:
 
     before = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = without_hooks
-    checkpoint.CheckpointFunction.apply = at_once
+    checkpoint.CheckpointFunction.apply = at_once  # type: ignore[method-assign]  # back below
     try:
         yield
     finally:

@@ -150,10 +150,11 @@ class SegmentProfile:
 
     def called_again(self) -> SegmentProfile:
         """The same block where it was called before: its parameters, and the copies of them, are there already."""
-        saved, selective = (
-            {held: amount for held, amount in kept.items() if held is not Held.WEIGHTS}
-            for kept in (self.saved, self.selective_saved)
-        )
+
+        def kept(amounts: HeldBytes) -> HeldBytes:
+            return {held: amount for held, amount in amounts.items() if held != Held.WEIGHTS}
+
+        saved, selective = kept(self.saved), kept(self.selective_saved)
         return dataclasses.replace(self, params=ParamCounts(), saved=saved, selective_saved=selective)
 
 
