@@ -271,11 +271,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Planning: what is said and what is measured",
-    about="""Small models of transformers and one of this repository, AdamW, batches of 8, CPU ranks. Memory: the estimated
-    peak of a rank against storages counted in the third step; accelerate is its estimate-memory, DeepSpeed its
-    estimator of model states, torch's tracker counts a plain loop on tensors without data. Time: the predicted step
-    against the median of real ones, from rates measured in the same run. A number is how far off it is. Search:
-    processor time from a model without weights to the ranking of its plans.""",
+    about="""Small models of transformers and one of this repository, AdamW, batches of 8, CPU ranks. Memory: the
+    estimated peak of a rank against storages counted in the third step; accelerate is its estimate-memory,
+    DeepSpeed its estimator of model states, torch's tracker counts a plain loop on tensors without data. Time: the
+    predicted step against the median of real ones, from rates measured in the same run. A number is how far off it
+    is. Search: processor time from a model without weights to the ranking of its plans.""",
     rows=_rows,
     parts=PARTS,
 )
