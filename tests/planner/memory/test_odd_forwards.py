@@ -14,10 +14,12 @@ from tests.bed.world import World
 from tests.planner.live_memory import measured_peak
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
+from torsh_distributed.planner.machine.machine_profile import machine_named
 from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
 from torsh_distributed.planner.memory.rank_memory import estimate_memory
 from torsh_distributed.planner.model.model_profile import ModelProfile
 from torsh_distributed.planner.model.profiling import profile_model
+from torsh_distributed.planner.search.auto_plan import ranked_plans
 from torsh_distributed.train.demos.gpt import CONTEXT
 
 PLAN = Plan(dp=1, training={"batch_size": 16})
@@ -78,6 +80,8 @@ def test_every_parameter_counts_once_however_often_it_is_used(way: str) -> None:
 def test_layers_that_are_not_called_are_named() -> None:
     (note,) = profile_of("left out").notes
     assert note.startswith("its forward does not call blocks.0, blocks.1: their parameters count")
+    ranking = ranked_plans(Odd("left out"), world_size=1, machine=machine_named("h100"), sequence=CONTEXT)
+    assert ranking.notes == (note,)
 
 
 def test_layers_that_run_more_than_once_make_no_pipeline() -> None:

@@ -75,7 +75,8 @@ def test_inputs_have_the_format_of_the_first_layer_not_of_the_first_parameter() 
 
         @override
         def forward(self, rows: Tensor) -> Tensor:
-            return torch.fft.irfft(torch.fft.rfft(self.layer(rows)) * self.filter)
+            out: Tensor = torch.fft.irfft(torch.fft.rfft(self.layer(rows)) * self.filter)
+            return out
 
     assert forward_flops(profile_model(Spectral()), 1) == 2 * 8 * 8
 

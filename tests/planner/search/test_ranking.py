@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.planner.live_memory import char_gpt, wide
+from tests.planner.live_memory import Wide, char_gpt, wide
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.machine_profile import machine_named
@@ -49,6 +49,24 @@ def test_less_memory_takes_shards_and_says_why_replicas_are_not() -> None:
     assert found.plans[0].plan.mesh.dp < 4
     reasons = {one.mesh: one.reason for one in found.rejections}
     assert "more than there are" in reasons["dp 4"]
+
+
+def test_offload_is_taken_where_nothing_fits_without_it_and_what_it_costs_is_not_counted() -> None:
+    with torch.device("meta"):
+        large = Wide(8192, 8)  # more than the window through which offload computes
+    some = ranked(large, world_size=1, memory_bytes=100e9)
+    limit = 0.7 * some.plans[0].memory.peak_bytes
+    assert not some.is_offloaded
+    found = ranked(large, world_size=1, memory_bytes=limit)
+    assert found.is_offloaded
+    best = found.plans[0]
+    assert best.plan.offload.enabled
+    assert best.memory.peak_bytes <= limit
+    assert any("offload" in name for name in best.time.not_measured)
+    nothing = ranked(wide(), world_size=1, memory_bytes=1e6)
+    assert not nothing.plans
+    assert nothing.smallest is not None
+    assert not nothing.smallest[0].offload.enabled
 
 
 def test_simple_looks_at_replicas_and_shards_only() -> None:

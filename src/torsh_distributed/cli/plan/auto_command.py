@@ -191,6 +191,12 @@ def _gpus_to_name(size: float) -> str:
 
 def _notes(ranking: Ranking, machine: MachineProfile, *, rejected: bool) -> list[str]:
     lines = [f"{ranking.num_tried} plans tried, {len(ranking.plans)} layouts fit, on {machine.name}"]
+    lines += [f"note: {one}" for one in ranking.notes]
+    if ranking.is_offloaded:
+        lines.append(
+            "nothing fits without offload: parameters, gradients and optimizer state go to the host, whose memory is"
+            " not checked"
+        )
     if ranking.plans and ranking.plans[0].time.learned():
         lines.append(ranking.plans[0].time.learned())
     if ranking.plans and ranking.plans[0].time.not_measured:

@@ -260,6 +260,8 @@ class _Prediction:
             named.append(f"compress.method {compress.method}, counted as without: torsh bench machine measures it")
         elif compress.name != "none" and self.is_sharded and self.mesh.dp == 1:
             named.append("compression on the way into shards, counted as without")
+        if self.plan.offload.enabled:
+            named.append("what offload moves to the host and back, and the update there: counted as nothing")
         return tuple(named)
 
     # --- the step -------------------------------------------------------------------------------------------

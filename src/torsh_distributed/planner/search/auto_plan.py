@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ def ranked_plans(
     that stays free. Where lengths differ, `sequence` is the longest and decides what fits, `mean_sequence` that of a
     mean sample with its padding and decides how long a step takes. With `batch = "auto"` a layout takes the microbatch
     that is the fastest of those that fit, and as many passes as the wanted batch needs, which may then be a little
-    larger: that of `base`, else 32·sqrt(ranks).
+    larger: that of `base`, else 32·sqrt(ranks). Where nothing fits on GPUs, layouts are tried again with offload.
     """
     chosen = base or Plan()
     if batch == "auto" and not names_batch(chosen):
@@ -61,7 +62,13 @@ def ranked_plans(
         is_simple=is_simple,
         is_batch_free=batch == "auto",
     )
-    return search.rank()
+    ranking = search.rank()
+    if ranking.smallest is not None and machine.device_type != "cpu" and not chosen.offload.enabled:
+        offloaded = dataclasses.replace(search, base=chosen.replace(offload={"enabled": True})).rank()
+        offloaded.num_tried += ranking.num_tried
+        offloaded.is_offloaded = True
+        return offloaded if offloaded.plans else ranking
+    return ranking
 
 
 def names_batch(plan: Plan) -> bool:
@@ -112,6 +119,7 @@ def plan_and_reason(
         f" {best.plan.activation.strategy}; estimated {step_text(best.time.total_s)} a step and"
         f" {best.memory.peak_bytes / GB:.2f} GB on a rank, the best of {ranking.num_tried} plans on {machine.name}"
     )
+    told += "; nothing fits without offload" if ranking.is_offloaded else ""
     return best.plan, f"{told}; {note}" if note else told
 
 

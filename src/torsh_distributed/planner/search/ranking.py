@@ -67,6 +67,10 @@ class Ranking:
     """What a rank may use of its device."""
     smallest: tuple[Plan, MemoryTable] | None = None
     """Of those that do not fit, the one that needs the least; None if some fit."""
+    notes: tuple[str, ...] = ()
+    """What of the model is not counted as it runs, in sentences."""
+    is_offloaded: bool = False
+    """Whether nothing fits without offload, so that all plans have it."""
 
 
 @dataclass
@@ -108,7 +112,11 @@ class PlanSearch:
 
     def rank(self) -> Ranking:
         """Every legal layout that fits, the fastest first; ties within 3 % go to the simpler plan."""
-        ranking = Ranking(tokens_per_sample=self._timed_profile.tokens_per_sample, limit_bytes=self.limit_bytes)
+        ranking = Ranking(
+            tokens_per_sample=self._timed_profile.tokens_per_sample,
+            limit_bytes=self.limit_bytes,
+            notes=self.profile.notes,
+        )
         per_node, cp = self.machine.devices_per_node, max(1, self.base.mesh.cp)
         for mesh in meshes(self.world_size, self.profile, devices_per_node=per_node, cp=cp):
             if self.is_simple and max(mesh["tp"], mesh["pp"], mesh["ep"]) > 1:
