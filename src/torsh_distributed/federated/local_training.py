@@ -8,6 +8,7 @@ The terms are added in a hook before the step, the one place that every training
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +111,9 @@ def train_client(
         figures = task.train(replica.model, data, work.epochs) or {}
     num_samples = task.num_samples(data)  # an aggregator knows it once its own clients have answered
     reached = replica.read()
-    delta = (reached - start).masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
+    delta = reached - start
+    if not math.isfinite(delta.sum().item()):
+        delta.masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
     num_trained, num_parameters = replica.num_trained, replica.num_parameters
     if work.local_clip is not None:
         trained = noised(clipped(delta, work.local_clip)[0][:num_trained], work.local_noise_std).to(delta.dtype)
