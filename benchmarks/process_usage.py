@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -14,5 +15,21 @@ def cpu_s(pid: int) -> float:
 
 def peak_bytes(pid: int) -> int:
     """The most memory it had at once."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return _bytes_of(pid, "status", "VmHWM")
+
+
+def peak_together_bytes(pids: Sequence[int]) -> int:
+    """The most memory of processes that are alive; pages that they share, such as libraries, count once."""
+    shared = {pid: _bytes_of(pid, "smaps_rollup", "Shared_Clean", "Shared_Dirty") for pid in pids}
+    own = sum(peak_bytes(pid) - shared[pid] for pid in pids)
+    return own + max(shared.values())
+
+
+def _bytes_of(pid: int, file: str, *names: str) -> int:
+    lines = (line.split() for line in Path(f"/proc/{pid}/{file}").read_text().splitlines())
+    return sum(int(words[1]) * 1024 for words in lines if words[0].rstrip(":") in names)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that it has started and that have not ended."""
+    return [int(child) for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
+import os
 import sys
 import time
 
@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import federated_digits as digits
 from benchmarks.federated_tasks import Rounds
+from benchmarks.process_usage import children_of, peak_together_bytes
 from torsh_distributed.federated import FederatedConfig, RoundRecord, simulate
 
 
@@ -20,19 +21,18 @@ def main(num_rounds: int, num_workers: int) -> None:
     times = []
 
     def on_round(record: RoundRecord) -> None:
-        nonlocal began_s
+        nonlocal began_s, peak_bytes
         times.append(time.perf_counter() - began_s)
+        if record.round == num_rounds - 1:  # workers are alive still
+            peak_bytes = peak_together_bytes([os.getpid(), *children_of(os.getpid())])
         began_s = time.perf_counter()
 
-    began_s = time.perf_counter()
+    began_s, peak_bytes = time.perf_counter(), 0
     config = FederatedConfig(rounds=num_rounds, clients_per_round=digits.PER_ROUND)
     result = simulate(
         Rounds(), num_clients=digits.NUM_CLIENTS, config=config, num_workers=num_workers, on_round=on_round
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if num_workers > 1:
-        peak += num_workers * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the largest, for each
-    print(json.dumps({"times": times, "accuracy": digits.accuracy(result.model), "peak_bytes": peak * 1024}))
+    print(json.dumps({"times": times, "accuracy": digits.accuracy(result.model), "peak_bytes": peak_bytes}))
 
 
 if __name__ == "__main__":

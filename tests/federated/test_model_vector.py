@@ -20,6 +20,7 @@ from torsh_distributed.federated import (
     TieredTask,
     simulate,
 )
+from torsh_distributed.federated.local_training import LocalWork, train_client
 from torsh_distributed.federated.model_vector import ModelVector
 from torsh_distributed.federated.random_seeds import drawing_as_of
 from torsh_distributed.federated.strategies.registry import STRATEGIES, strategy_named
@@ -138,6 +139,14 @@ def test_noise_is_for_what_is_trained() -> None:
         assert not torch.equal(after["2.weight"], before["2.weight"])
         with pytest.raises(ConfigurationError, match="this model has running statistics"):
             simulate(UnusualTask(), num_clients=2, config=config(**fields))
+
+
+def test_what_gets_no_noise_does_not_leave_a_client() -> None:
+    task = UnusualTask()
+    replica = ModelVector(task.model())
+    work = LocalWork(round=0, client="c", epochs=1, seed=1, local_clip=1.0, local_noise_std=1.0)
+    with pytest.raises(InvalidArgument, match="training changed buffers or frozen parameters"):
+        train_client(task, replica, replica.read(), task.partition(2)[1], work, {})
 
 
 def test_models_that_differ_in_what_does_not_travel_have_other_fingerprints() -> None:

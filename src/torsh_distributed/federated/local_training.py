@@ -8,6 +8,7 @@ The terms are added in a hook before the step, the one place that every training
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -110,11 +111,11 @@ def train_client(
         figures = task.train(replica.model, data, work.epochs) or {}
     num_samples = task.num_samples(data)  # an aggregator knows it once its own clients have answered
     reached = replica.read()
-    delta = (reached - start).masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
-    num_trained, num_parameters = replica.num_trained, replica.num_parameters
+    delta = reached - start
+    if not math.isfinite(delta.sum().item()):
+        delta.masked_fill_(reached == start, 0)  # a mask's infinite values have no difference
     if work.local_clip is not None:
-        trained = noised(clipped(delta, work.local_clip)[0][:num_trained], work.local_noise_std).to(delta.dtype)
-        delta = torch.cat([trained, delta[num_trained:]])
+        delta = _private(delta, work.local_clip, work.local_noise_std, replica.num_trained)
     if work.secure is not None:
         delta, num_samples = work.secure.on_grid(delta), work.secure.weight(num_samples)
     update = ClientUpdate(
@@ -142,16 +143,33 @@ def train_client(
         update.extras[CONTROL] = new_state[CONTROL] - own_control
     if work.upload != WHOLE:
         whole = delta + state[RESIDUAL] if work.error_feedback and RESIDUAL in state else delta
-        if bool(delta[num_trained:num_parameters].any()):
-            raise InvalidArgument(
-                "train() changed parameters that model() had frozen, which updates by a codec leave out",
-                hint="freeze and unfreeze in model(), or leave upload at 'none'",
-            )
-        update.message = encoded(work.upload, whole, work.codec_seed, num_trained, num_parameters)
-        update.delta = decoded(work.upload, update.message, whole, work.codec_seed, num_trained, num_parameters)
+        _encode(update, whole, work, replica)
         if work.error_feedback:
             new_state[RESIDUAL] = whole - update.delta
     return update, new_state
+
+
+def _private(delta: Tensor, clip_norm: float, noise_std: float, num_trained: int) -> Tensor:
+    """A clipped update with noise on what is trained. Nothing else may have changed: it would leave the client bare."""
+    if bool(delta[num_trained:].any()):
+        raise InvalidArgument(
+            "training changed buffers or frozen parameters, which get no noise: private updates have none",
+            hint="leave out what changes buffers, such as spectral_norm, and freeze and unfreeze in model()",
+        )
+    trained = noised(clipped(delta, clip_norm)[0][:num_trained], noise_std).to(delta.dtype)
+    return torch.cat([trained, delta[num_trained:]])
+
+
+def _encode(update: ClientUpdate, whole: Tensor, work: LocalWork, replica: ModelVector) -> None:
+    """The update's message, and what the server makes of it."""
+    counts = replica.num_trained, replica.num_parameters
+    if bool(whole[counts[0] : counts[1]].any()):
+        raise InvalidArgument(
+            "train() changed parameters that model() had frozen, which updates by a codec leave out",
+            hint="freeze and unfreeze in model(), or leave upload at 'none'",
+        )
+    update.message = encoded(work.upload, whole, work.codec_seed, *counts)
+    update.delta = decoded(work.upload, update.message, whole, work.codec_seed, *counts)
 
 
 class _LocalSteps:

@@ -46,6 +46,9 @@ class ModelVector:
         self.fingerprint = self._digest(values, {name: one for name, one in named.items() if name not in values})
         """Of names, shapes, dtype and integer buffers: equal on both sides, or their vectors mean different things."""
         self._places = {id(one): index for index, one in enumerate(self._tensors)}
+        self._is_plain = all(one.dtype == self.dtype and one.device.type == "cpu" for one in self._tensors)
+        self._written: Tensor | None = None
+        self._written_parts: list[Tensor] = []
 
     def _digest(self, values: dict[str, Tensor], integers: dict[str, Tensor]) -> str:
         layout = [(name, *one.shape) for name, one in values.items()]
@@ -58,13 +61,18 @@ class ModelVector:
     @torch.no_grad()
     def read(self) -> Tensor:
         """A copy of the model's values, on the CPU."""
+        if self._is_plain:
+            return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors])
         return torch.cat([tensor.detach().flatten().to("cpu", self.dtype) for tensor in self._tensors])
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
         """Set the model's values, and its integer buffers to what they were at first."""
-        for tensor, values in zip(self._tensors, torch.split(vector, self._sizes), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        if vector is not self._written:  # all clients of a round begin with the same one
+            parts = zip(self._tensors, torch.split(vector, self._sizes), strict=True)
+            self._written, self._written_parts = vector, [values.view(tensor.shape) for tensor, values in parts]
+        for tensor, values in zip(self._tensors, self._written_parts, strict=True):
+            tensor.copy_(values)
         for tensor, first in zip(self._integers, self._first_integers, strict=True):
             tensor.copy_(first)
 

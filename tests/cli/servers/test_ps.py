@@ -87,3 +87,14 @@ def test_a_job_trains_with_a_server_outside_of_it_if_both_have_the_token(
     found = torch.load(kept, weights_only=True)
     for name, value in trained_here().items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_a_server_that_cannot_begin_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "keep").write_text("no directory")
+    serve = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "ps", "serve", "--keep", str(tmp_path / "keep")]
+    done = subprocess.run(
+        [*serve, "--store", f"file://{tmp_path}/store"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert "the server could not begin: exit status 1" in done.stderr
+    assert done.stderr.count("the server failed") == 1

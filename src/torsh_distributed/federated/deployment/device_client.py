@@ -32,7 +32,7 @@ from torsh_distributed.federated.deployment.device_messages import (
     pack_update,
     update_message,
 )
-from torsh_distributed.federated.deployment.discovery import find_server
+from torsh_distributed.federated.deployment.entry.discovery import find_server
 from torsh_distributed.federated.deployment.identity.device_identity import DeviceKey, EnrolmentToken, client_context
 from torsh_distributed.federated.deployment.identity.known_peers import KnownPeers
 from torsh_distributed.federated.federated_config import config_of

@@ -19,7 +19,6 @@ from torsh_distributed.federated.client_selection import ClientFacts
 from torsh_distributed.federated.deployment.connected_device import ConnectedDevice
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
 from torsh_distributed.federated.deployment.device_links import LinkAdaptation
-from torsh_distributed.federated.deployment.device_listener import JOIN_S, DeviceListener
 from torsh_distributed.federated.deployment.device_messages import (
     checked_head,
     joining_message,
@@ -27,6 +26,7 @@ from torsh_distributed.federated.deployment.device_messages import (
     over_tls,
     update_message,
 )
+from torsh_distributed.federated.deployment.entry.device_listener import JOIN_S, DeviceListener
 from torsh_distributed.federated.deployment.identity.device_identity import (
     DeviceKey,
     EnrolmentToken,

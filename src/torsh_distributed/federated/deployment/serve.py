@@ -11,7 +11,7 @@ import torch
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.federated.deployment.device_heartbeat import HeartbeatSettings
 from torsh_distributed.federated.deployment.device_links import LinkAdaptation
-from torsh_distributed.federated.deployment.discovery import announced
+from torsh_distributed.federated.deployment.entry.discovery import announced
 from torsh_distributed.federated.deployment.round_server import RoundServer
 from torsh_distributed.federated.federated_config import FederatedConfig, config_of
 from torsh_distributed.federated.federated_task import FederatedTask

@@ -229,16 +229,19 @@ class UpdateIntake:
             self.replies.total.add(update, vector, 1.0)
             self.replies.num_unclipped += is_whole
         else:
-            # Of running statistics only a mean is one again, so a strategy's own measure is not for them.
-            num_trained = self._order.num_trained
-            vector = torch.cat([self._strategy.vector(update)[:num_trained], update.delta[num_trained:]])
-            vector.mul_(self._order.scale)
-            self.replies.total.add(update, vector, self._strategy.weight(update))
+            self.replies.total.add(update, self._averaged(update), self._strategy.weight(update))
         speed = update.num_steps / update.duration_s if update.duration_s > 0 else 0.0
         self.replies.measured[update.client] = update.num_samples, speed
         for name, value in update.figures.items():
             self.replies.figures.setdefault(name, []).append((update.num_samples, value))
         return True
+
+    def _averaged(self, update: ClientUpdate) -> Tensor:
+        """What of the update is averaged. Of running statistics only a mean is one again: theirs is the plain one."""
+        vector, num_trained, scale = self._strategy.vector(update), self._order.num_trained, self._order.scale
+        if vector is not update.delta and num_trained < vector.numel():
+            vector = torch.cat([vector[:num_trained], update.delta[num_trained:]])
+        return vector if scale == 1 else vector * scale
 
     def _refuse(self, client: str, reason: str) -> bool:
         self.replies.failures[client] = reason

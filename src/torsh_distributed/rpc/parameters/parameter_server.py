@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import shutil
 import signal
 import time
@@ -81,13 +82,24 @@ def serve(
 
     `on_ready` is called in each child once workers can find it. The state is in `keep`, by default in shared memory
     that lives as long as this process. Call it in a process without threads: the child is a fork, so that the next one
-    is there within milliseconds.
+    is there within milliseconds. ProcessFailure if the first child cannot begin, such as without a store.
     """
+    begun = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def tell() -> None:
+        os.eventfd_write(begun, 1)
+        if on_ready is not None:
+            on_ready()
+
     directory = make_kept_memory() if keep is None else Path(keep)
     _import_optimizers()
     try:
-        supervise(lambda: _serve_once(name, on_ready, keep=directory, **options))
+        supervise(
+            lambda: _serve_once(name, tell, keep=directory, **options),
+            has_begun=lambda: bool(select.select([begun], [], [], 0)[0]),
+        )
     finally:
+        os.close(begun)
         if keep is None and directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -99,18 +111,18 @@ def _import_optimizers() -> None:
     torch.optim.SGD([param], lr=0.0).step()
 
 
-def _serve_once(name: str, on_ready: Callable[[], None] | None, **options: Any) -> None:
+def _serve_once(name: str, on_ready: Callable[[], None], **options: Any) -> None:
     """The child: until SIGTERM."""
     with ParameterServer(name, **options):
-        if on_ready is not None:
-            on_ready()
+        on_ready()
         signal.sigwait({signal.SIGTERM})
 
 
-def supervise(run: Callable[[], None]) -> None:
+def supervise(run: Callable[[], None], *, has_begun: Callable[[], bool] = lambda: True) -> None:
     """Run `run` in a child until this process gets SIGINT or SIGTERM, which end it; again if it ends by itself.
 
-    `run` has SIGTERM blocked, and returns when it receives it. ProcessFailure if it ends again and again at once.
+    `run` has SIGTERM blocked, and returns when it receives it. ProcessFailure if it ends again and again at once, or
+    once before `has_begun`: what never worked will not the next time.
     """
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -128,6 +140,10 @@ def supervise(run: Callable[[], None]) -> None:
                 os.waitpid(child, 0)
                 return
             # SIGKILL is somebody's decision, as often as they like; anything else at once would go on for ever.
+            if not (has_begun() or _was_killed(status)):
+                raise ProcessFailure(
+                    f"the server could not begin: {_in_words(status)}", hint="its output above says why"
+                )
             is_quick = time.monotonic() - start_s < _QUICK_S and not _was_killed(status)
             num_quick = num_quick + 1 if is_quick else 0
             _log.warning("the server ended (%s); the next one takes its place", _in_words(status))

@@ -14,7 +14,7 @@ from tests.federated.deployment.test_devices import CONFIG, DeviceTask, running,
 from torsh_distributed.cli.federated.commands import app
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.federated import DeviceClient, simulate
-from torsh_distributed.federated.deployment.discovery import announced, find_server
+from torsh_distributed.federated.deployment.entry.discovery import announced, find_server
 from torsh_distributed.federated.rounds.round_loop import RoundLoop
 
 pytestmark = [pytest.mark.ranks, pytest.mark.needs_library("cryptography"), pytest.mark.needs_library("zeroconf")]
