@@ -143,7 +143,8 @@ class LossProbe:
             self.loss.watches = True
             try:
                 with self._looking():
-                    bends = bends_means(self.loss, *tree_map_only(Tensor, whole_of, seen), self._rounding)
+                    outputs, targets = tree_map_only(Tensor, whole_of, seen)
+                    bends = bends_means(self.loss, outputs, targets, self._rounding)
             finally:
                 self.loss.watches = False
         if any(self._everyones(bends)):
