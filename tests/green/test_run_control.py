@@ -43,7 +43,16 @@ def test_a_job_that_is_started_again_has_the_rest_of_its_budget(tmp_path: Path) 
     assert not record.exists(), "the run is over: the next one is another"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 1, "budget": {"spent": 3}}'])
+FORGED = [
+    "[" * 100_000,
+    '{"version": 1, "budget": {"spent": {}, "epoch": 1e999}}',
+    '{"version": 1, "budget": {"spent": {"energy": NaN}, "epoch": 1}}',
+    '{"version": 1, "budget": {"spent": {"energy": -1e9}, "epoch": 1}}',
+]
+"""A spent energy that is no number would never reach the budget."""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 1, "budget": {"spent": 3}}', *FORGED])
 def test_a_damaged_record_is_said_and_counts_as_nothing(tmp_path: Path, text: str) -> None:
     notes: list[str] = []
     record = tmp_path / "energy.json"

@@ -65,6 +65,11 @@ def test_losses_of_further_trainings_are_those_of_one_process(world: World, case
     check(world, cases)
 
 
+def test_experts_may_be_in_one_stage_alone(world: World) -> None:
+    case = TrainingCase(plan="dp × pp", model="experts", loss="sum and count", padding="lonely", accumulation=2)
+    assert world.run(verdicts_here, [case], num_ranks=4, backend="torsh", timeout_s=60) == [["equal"]] * 4
+
+
 def test_the_record_has_no_case_that_differs() -> None:
     record = recorded()
     assert len(record) >= 300

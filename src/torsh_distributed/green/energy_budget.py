@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class EnergyBudget:
         if kept is not None:
             # What an earlier version did not count is not in it.
             self._spent |= {name: float(kept["spent"].get(name, 0.0)) for name in self._spent}
+            if not all(0 <= one < math.inf for one in self._spent.values()):
+                raise ValueError(f"it spent {self._spent}")
             self._epoch = int(kept["epoch"])
 
     @classmethod

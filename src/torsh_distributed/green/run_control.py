@@ -46,7 +46,7 @@ class RunControl:
         try:
             self._budget = EnergyBudget.wanted(config, kept.get("budget"))
             self._policy = _policy(config, min_workers, max_workers, now, kept.get("policy"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             if not kept:
                 raise
             note(f"what the run spent before is not understood and counts as nothing ({self._path}): {error}")

@@ -22,7 +22,10 @@ class RunRecord:
         """What an earlier launcher left; empty in a new run."""
         if path.exists():
             with path.open("rb") as file:
-                found = json.loads(file.read(_MAX_BYTES))
+                try:
+                    found = json.loads(file.read(_MAX_BYTES))
+                except RecursionError as error:
+                    raise ValueError("nested too deeply") from error
             if not isinstance(found, dict) or found.get("version") != _VERSION:
                 raise ValueError("another version, or not a record of this library")
             self.kept = found

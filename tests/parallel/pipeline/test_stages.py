@@ -60,6 +60,29 @@ def test_other_stages_are_freed() -> None:
     assert {param.device.type for param in plan.build(0).parameters()} == {"meta"}
 
 
+class Reading(nn.Module):
+    """Its end reads weights of layers that come before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.up, self.down = nn.Embedding(11, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.down(self.up(self.token(ids)).tanh())
+        return nn.functional.linear(hidden, self.token.weight) + self.up.bias.square().sum()
+
+
+def test_what_a_later_stage_reads_of_an_earlier_layer_stays_and_is_tied() -> None:
+    model, ids = Reading(), torch.arange(6).view(2, 3)
+    expected = model(ids)
+    plan = split_into_stages(model, 2, balance="manual", split_points=("down",))
+    assert plan.tied == (((0, "token.weight"), (1, "token.weight")), ((0, "up.bias"), (1, "up.bias")))
+    torch.testing.assert_close(through(plan, ids), expected, rtol=0, atol=0)
+    plan.drop_others([1])
+    assert {name for name, param in plan.build(1).named_parameters() if param.is_meta} == set()
+    assert model.up.weight.is_meta
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

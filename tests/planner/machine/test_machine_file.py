@@ -17,7 +17,7 @@ from torsh_distributed.planner.machine.link_measuring import (
     measure_collectives,
     measure_interference,
 )
-from torsh_distributed.planner.machine.machine_file import MachineFile, Measurement, fingerprint
+from torsh_distributed.planner.machine.machine_file import FORMAT, MachineFile, Measurement, fingerprint
 from torsh_distributed.planner.machine.measured_rates import (
     FAMILIES,
     CodecRate,
@@ -102,12 +102,39 @@ def test_a_file_of_another_machine_is_said_to_be_stale_and_not_used(
     assert "torch: 1.0 then" in caplog.text
 
 
+FORGED = {
+    ("spread",): "x",
+    ("num_ranks",): None,
+    ("rates", "update"): {"sizes": [], "seconds": []},
+    ("rates", "launch_s"): [1],
+    ("rates", "attention", "fp32"): {"sizes": [1, 2], "seconds": [1]},
+    ("rates", "families", "elementwise"): {"sizes": [2, 2], "seconds": [1, 1]},
+    ("collectives", "all_reduce"): {"sizes": [1, 2], "seconds": [1, float("nan")]},
+    ("rates", "products", "fp32", "sides"): [16, 256],
+    ("rates", "products", "fp32", "flops_per_s"): [[[0.0] * 3] * 3] * 3,
+    ("interference", "overlap"): "much",
+}
+
+
+@pytest.mark.parametrize("path", FORGED, ids=".".join)
+def test_a_forged_number_is_refused_when_it_is_read(tmp_path: Path, path: tuple[str, ...]) -> None:
+    found = dataclasses.asdict(measurement())
+    inside = found
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = FORGED[path]
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"format": FORMAT, "fingerprint": fingerprint(), "by_ranks": {"2": found}}))
+    with pytest.raises(ConfigurationError, match="does not describe a measured machine"):
+        MachineFile.load(file)
+
+
 @pytest.mark.parametrize(
-    "change", [{"format": 9}, {"by_ranks": {"2": {}}}, {"by_ranks": {"x": {}}}, {"fingerprint": None, "by_ranks": 3}]
+    "change", [{"format": 9}, {"by_ranks": {"2": {}}}, {"by_ranks": {"x": {}}}, {"fingerprint": None}, {"by_ranks": 3}]
 )
 def test_a_broken_file_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "machine.json"
-    document = {"format": 1, "fingerprint": fingerprint(), "by_ranks": {"2": dataclasses.asdict(measurement())}}
+    document = {"format": FORMAT, "fingerprint": fingerprint(), "by_ranks": {"2": dataclasses.asdict(measurement())}}
     path.write_text(json.dumps({**document, **change}))
     with pytest.raises(ConfigurationError, match=r"does not describe a measured machine(.|\n)*torsh bench machine"):
         MachineFile.load(path)

@@ -101,6 +101,11 @@ def with_deviation(number: int, logits: Tensor, labels: Tensor) -> Tensor:
     return functional.mse_loss(logits[:, 0, 0], labels[:, 0].float()) - 0.1 * logits[number:, 0].std(dim=0).mean()
 
 
+def flooded(logits: Tensor, labels: Tensor) -> Tensor:
+    """Turns at a level that training reaches later."""
+    return (flat(logits, labels) - 0.02).abs() + 0.02
+
+
 NO_HALVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "largest": partial(largest, ROWS // 2 - 1),
     "deviation": partial(with_deviation, ROWS // 4 - 1),
@@ -127,7 +132,9 @@ def train(name: str, plan: dict[str, Any], by_loader: bool = True) -> list[float
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     training = {"steps": STEPS, "batch_size": ROWS, **plan.pop("training", {})}
-    engine = parallelize(model, optimizer, Plan(training=training, **plan), loss_fn=(LOSSES | NO_HALVES)[name])
+    engine = parallelize(
+        model, optimizer, Plan(training=training, **plan), loss_fn=(LOSSES | NO_HALVES | {"flooded": flooded})[name]
+    )
     batches = make_batches()
     if by_loader:
         return [engine.step(batch) for batch in engine.batches(batches)]
@@ -194,6 +201,11 @@ def test_pipelines_have_the_losses_of_one_process(world: World, name: str) -> No
 def test_a_loss_that_compares_samples_is_refused(world: World, name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)not made of the losses of its samples.*gather_for_loss"):
         world.run(train, name, {})
+
+
+def test_a_loss_that_bends_its_mean_is_refused(world: World) -> None:
+    with pytest.raises(ConfigurationError, match="not a multiple of a mean over the labels other than -100"):
+        world.run(train, "flooded", {})
 
 
 def test_a_batch_in_which_nothing_counts_is_not_a_number(world: World) -> None:

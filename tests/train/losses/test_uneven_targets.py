@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.bed.world import World
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.losses.loss_kind import MeanOfLabels, MeanOfSamples, MeanOfValues
@@ -59,6 +61,18 @@ def within_lengths(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
     return ((logits[..., 0] - wanted).square() * mask).sum() / lengths.sum()
 
 
+def known(logits: Tensor, wanted: Tensor) -> Tensor:
+    """A mean over what is not NaN, by hand."""
+    mask = ~wanted.isnan()
+    return ((logits[..., 0] - wanted.nan_to_num()).square() * mask).sum() / mask.sum().clamp(min=1)
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Divided by the labels that count, which another one than -100 does not."""
+    each = functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=4, reduction="none")
+    return ((1 - (-each).exp()) * each).sum() / (labels != 4).sum()
+
+
 def told(logits: Tensor, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     wanted, mask = targets
     return ((logits[..., 0] - wanted).square() * mask).sum(), mask.sum()
@@ -100,6 +114,9 @@ def batches(kind: str) -> list[tuple[Tensor, Any]]:
             "mask": (wanted, counted),
             "numbers": (wanted, counted.float()),
             "holes": (wanted, holes),
+            "unknown": torch.where(counted, wanted, torch.nan),
+            "unknown holes": torch.where(holes, wanted, torch.nan),
+            "four": torch.where(counted, tokens % 4, 4),
             "ignored holes": labels_of(tokens, holes, -100),
             "lengths": (wanted, lengths),
             "weights": (labels_of(tokens, counted | True, 0), weights),
@@ -118,6 +135,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "mask of numbers": (masked_by_hand, "numbers"),
     "mask with holes": (masked_by_hand, "holes"),
     "lengths": (within_lengths, "lengths"),
+    "known": (known, "unknown"),
+    "known with holes": (known, "unknown holes"),
+    "another ignored label": (focal, "four"),
     "told": (told, "mask"),
     "labels of -100 with holes": (by_hand(-100), "ignored holes"),
     "weights": (weighted, "weights"),
@@ -233,6 +253,51 @@ def test_what_the_first_batch_does_not_leave_out_weighs_as_in_one_process(
         for (name, plan), losses in zip(pairs, found, strict=True):
             expected = plain("mask by hand" if name == "own" else name)
             assert losses == pytest.approx(expected, rel=1e-5), (name, PLANS[plan])
+
+
+class Passing(nn.Module):
+    """Returns the mask that it is given beside the logits, or one of its own."""
+
+    def __init__(self, *, own_mask: bool) -> None:
+        super().__init__()
+        self.inner, self.own_mask = make_model(), own_mask
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(tokens), tokens >= 0 if self.own_mask else mask
+
+
+def masked_by_output(outputs: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    logits, mask = outputs
+    return masked_by_hand(logits, (wanted, mask))
+
+
+def train_passing() -> list[float]:
+    model = Passing(own_mask=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    engine = parallelize(model, optimizer, Plan(training={"steps": STEPS}), loss_fn=masked_by_output)
+    made = [((tokens, mask), wanted) for tokens, (wanted, mask) in batches("mask")]
+    return [engine.step(batch) for batch in engine.batches(made)]
+
+
+def refusals_of_passing() -> list[str]:
+    found = []
+    for own_mask, plan in ((True, {}), (False, {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})):
+        model = Passing(own_mask=own_mask)
+        engine = parallelize(model, partial(torch.optim.SGD, lr=0.3), Plan(**plan), loss_fn=masked_by_output)
+        tokens, (wanted, mask) = batches("mask")[0]
+        with pytest.raises(ConfigurationError) as refused:
+            engine.step(next(iter(engine.batches([((tokens, mask), wanted)]))))
+        found.append(refused.value.message)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_mask_that_the_model_passes_on_weighs_and_one_of_its_own_is_refused(world: World) -> None:
+    for losses in world.run(train_passing):
+        assert losses == pytest.approx(plain("mask by hand"), rel=1e-5)
+    for own, piped in world.run(refusals_of_passing):
+        assert "will not be once masks" in own
+        assert "the last stage of a pipeline gets the targets only" in piped
 
 
 def fits(name: str, kept: Any) -> dict[Any, bool]:

@@ -41,16 +41,22 @@ def spread_on_meta(model: nn.Module, mesh: Mesh, names: Collection[str] | None =
 
 
 def _spread(model: nn.Module, mesh: Mesh, is_here: Callable[[str, Tensor], bool]) -> None:
-    for name, placed in placed_experts(model).items():
+    all_placed, layers = placed_experts(model), moe_layers(model)
+    if not (all_placed or layers):
+        return
+    # Made by ranks whose stage has no experts, too: c10d names a group by how many a rank has, and all must agree.
+    group, everyone = mesh.group("ep"), mesh.group(*GRADIENT_AXES)
+    tensor = mesh.slice("tp") if layers and mesh.layout.degree("tp") > 1 else None
+    for name, placed in all_placed.items():
         first, stack = next(iter(placed.stacked().items()))
         if placed.group is None and is_here(f"{name}.{first}" if name else first, stack):
-            placed.spread(mesh.group("ep"))
-    for name, layer in moe_layers(model).items():
+            placed.spread(group)
+    for name, layer in layers.items():
         if not is_here(f"{name}.experts.up" if name else "experts.up", layer.experts.up):
             continue
-        layer.spread(mesh.group("ep"), mesh.group(*GRADIENT_AXES))
-        if mesh.layout.degree("tp") > 1:
-            _take_whole(layer, mesh.slice("tp"))
+        layer.spread(group, everyone)
+        if tensor is not None:
+            _take_whole(layer, tensor)
 
 
 def expert_sharding(model: nn.Module, mesh: Mesh) -> SeparateShards | None:

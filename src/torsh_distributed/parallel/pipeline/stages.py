@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -82,12 +82,16 @@ class StagePlan:
         return self.make(index)
 
     def drop_others(self, keep: Sequence[int]) -> None:
-        """Free the parameters of layers in other stages: the model keeps them on the meta device."""
+        """Free the parameters of layers in other stages: the model keeps them on the meta device.
+
+        Not those that a stage of `keep` reads directly, as where a head uses the weight of the embedding.
+        """
         kept = {name for index in keep for name in self.stages[index].layers}
+        read = {id(operator.attrgetter(name)(self.model)) for index in keep for name in self.stages[index].direct}
         for stage in self.stages:
             for name in stage.layers:
                 if name not in kept:
-                    _to_meta(self.model.get_submodule(name))
+                    _to_meta(self.model.get_submodule(name), read)
 
     def adopt(self, index: int, built: nn.Module) -> None:
         """Give the model the parameters that a built stage reads directly: they may have become shards."""
@@ -373,13 +377,14 @@ def _tied(model: nn.Module, stages: Sequence[Stage]) -> tuple[tuple[tuple[int, s
     return tuple(tuple(where) for where in uses.values() if len({stage for stage, _ in where}) > 1)
 
 
-def _to_meta(layer: nn.Module) -> None:
+def _to_meta(layer: nn.Module, kept: Collection[int]) -> None:
+    """All but tensors in `kept`, by id."""
     for module in layer.modules():
         for name, param in module._parameters.items():
-            if param is not None:
+            if param is not None and id(param) not in kept:
                 module._parameters[name] = nn.Parameter(
                     torch.empty_like(param, device="meta"), requires_grad=param.requires_grad
                 )
         for name, buffer in module._buffers.items():
-            if isinstance(buffer, Tensor):
+            if isinstance(buffer, Tensor) and id(buffer) not in kept:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")

@@ -72,7 +72,7 @@ class MachineFile:
             if document["format"] != FORMAT:
                 raise ValueError(f"its format is {document['format']}, and this version reads {FORMAT}")
             return cls(
-                document["fingerprint"],
+                {str(name): str(value) for name, value in document["fingerprint"].items()},
                 {int(one): measurement_from(found) for one, found in document["by_ranks"].items()},
                 PastRuns(tuple(_run(one) for one in document.get("runs", []))),
             )
@@ -115,17 +115,11 @@ def measurement_from(found: Mapping[str, Any]) -> Measurement:
     rates = found["rates"]
     interference = found["interference"]
     return Measurement(
-        num_ranks=found["num_ranks"],
-        date=found["date"],
-        spread=found["spread"],
+        num_ranks=int(found["num_ranks"]),
+        date=str(found["date"]),
+        spread=float(found["spread"]),
         rates=OperationRates(
-            products={
-                name: ProductTable(
-                    tuple(one["sides"]),
-                    tuple(tuple(tuple(map(float, line)) for line in plane) for plane in one["flops_per_s"]),
-                )
-                for name, one in rates["products"].items()
-            },
+            products={name: ProductTable.read(one) for name, one in rates["products"].items()},
             attention={name: SizeTable.read(one) for name, one in rates["attention"].items()},
             families={name: SizeTable.read(one) for name, one in rates["families"].items()},
             launch_s=float(rates["launch_s"]),
@@ -133,7 +127,9 @@ def measurement_from(found: Mapping[str, Any]) -> Measurement:
             update=SizeTable.read(rates["update"]),
         ),
         collectives={name: SizeTable.read(one) for name, one in found["collectives"].items()},
-        interference=None if interference is None else Interference(**interference),
+        interference=None
+        if interference is None
+        else Interference(**{one: float(interference[one]) for one in interference}),
         codecs={method: CodecRate.read(one) for method, one in found.get("codecs", {}).items()},
     )
 

@@ -45,7 +45,11 @@ class SizeTable:
     @classmethod
     def read(cls, found: Mapping[str, Sequence[float]]) -> Self:
         """The table in what `asdict` made of one."""
-        return cls(tuple(map(float, found["sizes"])), tuple(map(float, found["seconds"])))
+        sizes, seconds = tuple(map(float, found["sizes"])), tuple(map(float, found["seconds"]))
+        is_rising = all(one < other for one, other in itertools.pairwise((0.0, *sizes, math.inf)))
+        if not sizes or len(sizes) != len(seconds) or not is_rising or not all(0 <= one < math.inf for one in seconds):
+            raise ValueError(f"sizes {sizes} with seconds {seconds}")
+        return cls(sizes, seconds)
 
     def seconds_at(self, size: float) -> float:
         """On a straight line between neighbours; beyond the last in proportion; below the first as long as it."""
@@ -99,6 +103,18 @@ class ProductTable:
     """Of m, n and k alike, from the smallest to the largest."""
     flops_per_s: tuple[tuple[tuple[float, ...], ...], ...]
     """By m, n and k."""
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Self:
+        """The table in what `asdict` made of one."""
+        sides = tuple(map(int, found["sides"]))
+        cube = tuple(tuple(tuple(map(float, line)) for line in plane) for plane in found["flops_per_s"])
+        rates = [rate for plane in cube for line in plane for rate in line]
+        lengths = {len(cube), *map(len, cube), *(len(line) for plane in cube for line in plane)}
+        is_rising = all(one < other for one, other in itertools.pairwise((0, *sides)))
+        if len(sides) < 2 or lengths != {len(sides)} or not is_rising or not all(0 < one < math.inf for one in rates):
+            raise ValueError(f"rates of products are not on a grid of sides {sides}")
+        return cls(sides, cube)
 
     def rate(self, m: float, n: float, k: float) -> float:
         """At any shape: between points of the grid by the logarithms of sides and rates; above it, that of the edge.

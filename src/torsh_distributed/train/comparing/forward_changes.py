@@ -158,9 +158,10 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 def _numbers_of_loss(loss_fn: Any) -> Iterator[tuple[str, float]]:
     """What a loss keeps between calls."""
+    found: Iterator[tuple[str, float]]
     if isinstance(loss_fn, nn.Module):
         buffers = ((name, _fingerprint(one)) for name, one in loss_fn.named_buffers())
-        found: Iterator[tuple[str, float]] = itertools.chain(buffers, _numbers(loss_fn))
+        found = itertools.chain(buffers, _numbers(loss_fn))
     else:
         found = _numbers_around([loss_fn])
     yield from ((f"the loss's {name}", number) for name, number in found)

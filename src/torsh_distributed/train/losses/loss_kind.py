@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -207,19 +207,21 @@ class MeanOfWeights(LossKind):
     """A mean weighted by the tensor at `path`: a mask, the weights of samples, or lengths."""
 
     path: Path
-    of_labels: bool = False
-    """The tensor has labels: those below 0 do not count, all others alike."""
+    by: Literal["weights", "not negative", "known"] = "weights"
+    """`weights`: an entry weighs what it is; `not negative`: 1 unless below 0, as labels are; `known`: 1 unless NaN."""
 
     @override
     def count(self, batch: Batch) -> Tensor:
         found = tensor_at(batch, self.path)
-        return (found >= 0 if self.of_labels else found).double().sum()
+        if self.by == "known":
+            found = ~found.isnan()
+        return (found >= 0 if self.by == "not negative" else found).double().sum()
 
     @override
     def guarded(self, batch: Batch) -> Batch:
         weights = tensor_at(batch, self.path).clone()
         place = (0,) * weights.dim()
-        counted = torch.full_like(weights[place], 0 if self.of_labels else 1)
+        counted = torch.full_like(weights[place], 1 if self.by == "weights" else 0)
         weights[place] = torch.where(self.count(batch) == 0, counted, weights[place])
         return replaced(batch, self.path, weights)
 

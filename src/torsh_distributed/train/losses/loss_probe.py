@@ -41,6 +41,7 @@ from torsh_distributed.train.losses.loss_terms import LossTerm
 from torsh_distributed.train.losses.uneven_targets import (
     KEPT,
     Named,
+    bends_means,
     changes_of,
     kind_named,
     kinds_that_fit,
@@ -103,7 +104,10 @@ class LossProbe:
         if not is_cut:
             _log.warning("the tensors of a batch have different numbers of rows: its loss is taken for %s", kind)
             return kind
-        return self._for_uneven(part, found, self._fitting(part, value, found), seen)
+        self._refuse_bent(kind, seen)
+        kind = self._for_uneven(part, found, self._fitting(part, value, found), seen)
+        self._require_weighable(kind)
+        return kind
 
     def _look_at(self, part: Batch) -> tuple[tuple[Tensor, LossFinding, tuple[Any, Any] | None] | None, list[str]]:
         """The loss of `part`, what it is, and what a loss_fn was called with; why ranks could not compute it."""
@@ -117,6 +121,12 @@ class LossProbe:
         return looked, [one for one in self._everyones(problem) if one]
 
     def _require_weighable(self, kind: LossKind) -> None:
+        if self.strategy.splits_loss and self.loss.loss_fn is not None and getattr(kind, "path", ())[:1] == (0,):
+            raise ConfigurationError(
+                f"the loss is {kind}, one of its inputs, and the last stage of a pipeline gets the targets only",
+                hint="put what weighs the loss into the targets as well, or let loss_fn return (sum, count)",
+                key="mesh.pp",
+            )
         if not isinstance(kind, MeanOfComputed) or self.strategy.weighs_by_loss(has_several=kind.has_several):
             return
         raise ConfigurationError(
@@ -126,6 +136,24 @@ class LossProbe:
             ' "mean_of_counted" if labels of -100 do not count, "sum"; or set mesh.pp to 1',
             key="training.loss_is",
         )
+
+    def _refuse_bent(self, kind: LossKind, seen: tuple[Any, Any] | None) -> None:
+        bends = False
+        if seen is not None:
+            self.loss.watches = True
+            try:
+                with self._looking():
+                    outputs, targets = tree_map_only(Tensor, whole_of, seen)
+                    bends = bends_means(self.loss, outputs, targets, self._rounding)
+            finally:
+                self.loss.watches = False
+        if any(self._everyones(bends)):
+            raise ConfigurationError(
+                f"the loss is not a multiple of {kind}: it bends that, as a root, a power or a level does below which"
+                " it turns, and each rank or pass would bend its own mean",
+                hint='let loss_fn return a mean, or (sum, count); training.loss_is = "mean" trains on each rank\'s own',
+                key="training.loss_is",
+            )
 
     def _for_uneven(self, batch: Batch, found: LossFinding, kind: LossKind, seen: tuple[Any, Any] | None) -> LossKind:
         """The kind that also fits where parts of the targets do not count; `kind` if it does, or if none is known.
@@ -151,6 +179,7 @@ class LossProbe:
                             outputs,
                             targets,
                             kind,
+                            inputs=batch[0],
                             rounding=self._rounding,
                             splits_positions=self._splits_positions,
                         )
@@ -165,7 +194,6 @@ class LossProbe:
             return kind
         others = [kind_named(name, kind) for name, is_right in fits.items() if is_right]
         if others:
-            self._require_weighable(others[0])
             return others[0]
         raise ConfigurationError(
             f"the loss is {kind} in the first batch, and will not be once masks, weights or labels in the targets leave"
@@ -276,17 +304,17 @@ class LossProbe:
         )
 
     def _weighing(self, batch: Batch) -> list[MeanOfWeights]:
-        """Masks and weights of this batch that leave something out, on any rank."""
-        mine = [
-            list(path)
-            for path, tensor in tensors_in(batch)
-            if tensor.dim()
-            and (tensor.dtype is torch.bool or tensor.is_floating_point())
-            and bool((tensor >= 0).all())
-            and not bool((tensor == tensor.flatten()[0]).all())
-        ]
-        found = dict.fromkeys(tuple(path) for path in itertools.chain(*self._everyones(mine)))
-        return [MeanOfWeights(path) for path in found][:_MOST_WEIGHTS]
+        """Masks and weights of this batch that leave something out, on any rank, and values of which some are NaN."""
+        mine: list[Any] = []
+        for path, tensor in tensors_in(batch):
+            if not tensor.dim() or not (tensor.dtype is torch.bool or tensor.is_floating_point()):
+                continue
+            if bool(tensor.isnan().any()):
+                mine.append(["known", list(path)])
+            elif bool((tensor >= 0).all()) and not bool((tensor == tensor.flatten()[0]).all()):
+                mine.append(["weights", list(path)])
+        found = dict.fromkeys((by, tuple(path)) for by, path in itertools.chain(*self._everyones(mine)))
+        return [MeanOfWeights(path, by) for by, path in found][:_MOST_WEIGHTS]
 
     def _of_halves(self, batch: Batch, kind: LossKind) -> float:
         """The loss of the two halves, combined; NaN if there are none."""

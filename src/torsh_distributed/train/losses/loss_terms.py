@@ -61,9 +61,11 @@ class LossTerm:
 class LossTerms(TorchFunctionMode):
     """While active, notes every torch loss that is computed, and lets a mean over no label be 0 instead of NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scale: float = 1.0) -> None:
+        """`scale`: means are multiplied by it, to see what is made of them."""
         super().__init__()
         self.terms: list[LossTerm] = []
+        self._scale = scale
 
     @override
     def __torch_function__(
@@ -73,6 +75,16 @@ class LossTerms(TorchFunctionMode):
         if func not in _KNOWN:
             return func(*args, **named)
         reduction = _reduction(named)
+        result = self._noted(func, args, named, reduction)
+        return result if self._scale == 1.0 or reduction != "mean" else result * self._scale
+
+    def _noted(
+        self,
+        func: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
+        reduction: Literal["mean", "sum", "none"],
+    ) -> Tensor:
         if func in _CLASSES:
             return self._classes(func, args, named, reduction)
         result = func(*args, **named)

@@ -39,6 +39,8 @@ class WatchedLoss:
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn
         self.watches = False
+        self.scale = 1.0
+        """What the means of torch's losses in it are multiplied by, to see what it makes of them."""
         self.returns_count = False
         self.terms: list[LossTerm] = []
         self.seen: tuple[Any, Any] | None = None
@@ -98,7 +100,7 @@ class WatchedLoss:
         if not is_on:
             yield
             return
-        with LossTerms() as self._noted:
+        with LossTerms(scale=self.scale) as self._noted:
             yield
         self.terms = self._noted.terms
 
