@@ -14,7 +14,7 @@ from torsh_distributed.plan import GreenConfig
 
 def control(record: Path | None, notes: list[str], **green: object) -> RunControl:
     config = GreenConfig(enabled=True, **{"max_kwh": 1.0, "on_budget": "stop", **green})
-    return RunControl(config, min_workers=2, max_workers=2, now=0.0, record=record, note=notes.append)
+    return RunControl(config, min_workers=1, max_workers=2, now=0.0, record=record, note=notes.append)
 
 
 def spend(kwh: float) -> EnergyEvent:

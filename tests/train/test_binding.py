@@ -88,7 +88,13 @@ def test_a_function_is_called_with_the_final_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("foreign", "holds none of"), ("more", "not the model's"), ("frozen", "no parameter"), ("function", "must be a")],
+    [
+        ("foreign", "holds none of"),
+        ("more", "not the model's"),
+        ("frozen", "no parameter"),
+        ("function", "must be a"),
+        ("loss", "not the model's"),
+    ],
 )
 def test_what_cannot_train_the_model_is_refused(case: str, message: str) -> None:
     model = make()
@@ -98,6 +104,7 @@ def test_what_cannot_train_the_model_is_refused(case: str, message: str) -> None
         "more": torch.optim.SGD([*model.parameters(), loose], lr=0.1),
         "frozen": torch.optim.SGD(model.parameters(), lr=0.1),
         "function": list,
+        "loss": lambda params: torch.optim.SGD([*params, loose], lr=0.1),
     }[case]
     if case == "frozen":
         model.requires_grad_(False)

@@ -34,7 +34,7 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> C
             "the model has no parameter that requires a gradient", hint="unfreeze the part that should learn"
         )
     if not isinstance(optimizer, Optimizer):
-        return lambda spread: _call(optimizer, spread)
+        return lambda spread: _call(optimizer, spread, model)
     names = {id(param): name for name, param in named_params(model).items()}
     held = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
     if not any(id(param) in trained for group in optimizer.param_groups for param in group["params"]):
@@ -44,12 +44,7 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> C
             first_parameter=next(iter(trained.values())),
         )
     foreign = sum(name is None for group in held for name in group)
-    if foreign:
-        raise InvalidArgument(
-            "the optimizer holds parameters that are not the model's: they would not be kept equal on all ranks",
-            hint="put them into the model, or give them a separate optimizer",
-            num_foreign=foreign,
-        )
+    _refuse_foreign(foreign)
     return lambda spread: _rebind(optimizer, held, spread)
 
 
@@ -126,7 +121,16 @@ def _name(value: Any) -> str:
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
-def _call(optimizer_fn: OptimizerFn, spread: nn.Module) -> Optimizer:
+def _refuse_foreign(count: int) -> None:
+    if count:
+        raise InvalidArgument(
+            "the optimizer holds parameters that are not the model's: they would not be kept equal on all ranks",
+            hint="put them into the model; those of a loss: let one module have both and return the loss",
+            num_foreign=count,
+        )
+
+
+def _call(optimizer_fn: OptimizerFn, spread: nn.Module, model: nn.Module) -> Optimizer:
     made = optimizer_fn(spread.parameters())
     if not isinstance(made, Optimizer):
         raise InvalidArgument(
@@ -134,6 +138,9 @@ def _call(optimizer_fn: OptimizerFn, spread: nn.Module) -> Optimizer:
             hint="for example functools.partial(torch.optim.AdamW, lr=1e-3)",
             got=type(made).__name__,
         )
+    # A function may take the parameters of the whole model, also those of stages on other ranks.
+    known = {id(param) for one in (spread, model) for param in one.parameters()}
+    _refuse_foreign(sum(id(param) not in known for group in made.param_groups for param in group["params"]))
     return made
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.planner.live_memory import char_gpt
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.plan import Plan
 from torsh_distributed.planner.machine.step_text import samples_text, step_text
@@ -38,6 +39,17 @@ def test_the_numbers_are_whole_in_a_narrow_terminal() -> None:
     assert "…" not in table
     assert "shard" in table
     assert " × tp 1" not in table
+
+
+def test_without_a_batch_every_rank_gets_samples(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    args = ["auto", MODEL, "--gpus", "64", "--machine", "h100", "-o", str(path)]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert "batch: from the memory left" in shown.output
+    plan = Plan.load(path).resolve(64)
+    assert plan.mesh.data_degree == 64, "not 32, for the 32 samples of a plan that says nothing"
+    assert plan.training.batch_size >= 256
+    assert Plan.auto(char_gpt(), world_size=64, machine="h100").mesh == Plan.load(path).mesh
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:

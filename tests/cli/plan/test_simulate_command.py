@@ -39,3 +39,12 @@ def test_failures_are_drawn_beside_stragglers() -> None:
     assert "one every 30.0 h" in told
     assert "of the time is progress" in told
     assert "rank 0, all alike" in told
+
+
+def test_a_plan_that_would_not_run_is_said_to_be_none() -> None:
+    large = shown("--set", "training.batch_size=4000000")
+    assert "the plan does not fit" in large
+    args = ["simulate", MODEL, "--ranks", "64", "--machine", "h100"]
+    few = CliRunner().invoke(app, args, env={"COLUMNS": "150"}).output
+    assert "a batch of 32 leaves 32 of 64 ranks without a sample" in few
+    assert "does not fit" not in few

@@ -88,7 +88,7 @@ def test_a_job_outlives_the_session_that_submitted_it_and_its_killed_process_is_
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert status.state is JobState.LOST
-    assert "without a word" in status.detail
+    assert "left no exit code" in status.detail
 
 
 def test_a_job_of_another_machine_is_not_called_cancelled(state_dir: Path, tmp_path: Path) -> None:

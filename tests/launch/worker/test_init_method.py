@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torsh_distributed as td
 from tests.bed.ports import free_port
 from tests.bed.world import World
+from torsh_distributed.comm.meeting import rendezvous
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.worker.environment import Environment
 from torsh_distributed.launch.worker.init_method import place_for
@@ -99,6 +102,35 @@ def test_all_ranks_fall_back_together_if_one_cannot_use_the_backend(world: World
 def test_without_a_usable_backend_every_rank_raises(world: World) -> None:
     with pytest.raises(FeatureNotAvailable, match=r"no backend of .* can be used on every rank"):
         world.run(fall_back, ["counted", "ucc"], backend=None)
+
+
+def refused_late(folder: str) -> str:
+    """Rank 1 reads the roster when rank 0, which hosts the store, has left, if that leaves so early."""
+    left, rank = Path(folder) / "left", os.environ["RANK"]
+    if rank == "1":
+        given, until_s = rendezvous._await_verdict, time.monotonic() + 0.5
+
+        def late(*args: Any) -> dict[str, Any]:
+            while not left.exists() and time.monotonic() < until_s:
+                time.sleep(0.01)
+            return given(*args)
+
+        rendezvous._await_verdict = late
+    said = ""
+    try:
+        fall_back(["counted", "ucc"])
+    except FeatureNotAvailable as error:
+        said = error.message
+    gc.collect()
+    if rank == "0":
+        left.touch()
+    return said
+
+
+@pytest.mark.ranks
+def test_a_rank_that_reads_late_what_all_refuse_is_told_it_too(world: World, tmp_path: Path) -> None:
+    for said in world.run(refused_late, str(tmp_path), backend=None):
+        assert "can be used on every rank" in said
 
 
 def meet_at(init_method: str, backend: str, variables: dict[str, str]) -> tuple[float, str]:

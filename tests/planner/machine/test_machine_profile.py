@@ -35,6 +35,7 @@ def test_an_unknown_machine_gets_the_nearest() -> None:
         ("gb_per_s = 50", "gb_per_s = 5000", r"far.gb_per_s 5000 is above near.gb_per_s 450"),
         ("[near]", "[nearby]", r"there is no \[near\]"),
         ("[near]", "[near", "does not describe|TOML"),
+        ("[near]", "[flops]\nbf16 = 1\n[near]", r"\[flops\] is not known .*did you mean tflops"),
     ],
 )
 def test_a_contradictory_description_is_refused(tmp_path: Path, before: str, after: str, message: str) -> None:

@@ -52,7 +52,8 @@ def auto(
         typer.Option(
             "--batch",
             metavar="N|auto",
-            help="Samples of a step, over all ranks; auto: from the memory left, for at least the plan's batch.",
+            help="Samples of a step, over all ranks; auto, or where neither this nor the plan names any: from the"
+            " memory left, for at least the plan's batch or 32·√ranks.",
         ),
     ] = None,
     plan: PlanOption = None,
@@ -81,11 +82,12 @@ def auto(
     from torsh_distributed.planner.machine.machine_profile import machine_named
     from torsh_distributed.planner.machine.this_machine import this_machine
     from torsh_distributed.planner.model.model_source import find_model
-    from torsh_distributed.planner.search.auto_plan import nearest, no_plan, ranked_plans
+    from torsh_distributed.planner.search.auto_plan import names_batch, nearest, no_plan, ranked_plans
 
     chosen = this_machine(gpus) if machine is None else machine_named(machine)
     found = find_model(model)
     counted, known = counted_optimizer(optimizer)
+    is_batch_free = batch == "auto" or not names_batch(base)
     ranking = ranked_plans(
         found.model,
         world_size=gpus,
@@ -98,12 +100,13 @@ def auto(
         mean_sequence=mean_sequence,
         example=found.example,
         is_simple=simple,
-        batch="auto" if batch == "auto" else None,
+        batch="auto" if is_batch_free else None,
     )
     console = Console()
-    console.print(f"optimizer: {known}", highlight=False, soft_wrap=True)
+    samples = "from the memory left" if is_batch_free else f"{base.training.batch_size:,} samples a step"
+    console.print(f"optimizer: {known}; batch: {samples}", highlight=False, soft_wrap=True)
     if ranking.plans:
-        console.print(_table(ranking.plans[:_SHOWN], is_batch_free=batch == "auto"), highlight=False)
+        console.print(_table(ranking.plans[:_SHOWN], is_batch_free=is_batch_free), highlight=False)
     for line in _notes(ranking, chosen, rejected=rejected):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if memory is not None and machine is None and chosen.device_type == "cpu":

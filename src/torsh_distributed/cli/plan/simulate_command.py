@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torsh_distributed.planner.forecast.training_time import FailureRates
     from torsh_distributed.planner.machine.machine_profile import MachineProfile
     from torsh_distributed.planner.machine.step_time import StepPredictor
+    from torsh_distributed.planner.model.model_profile import ModelProfile
 
 
 def simulate(
@@ -77,6 +78,7 @@ def simulate(
     lines = list(_told(found, resolved, used.name))
     if failures is not None:
         lines += _drawn_failures(failures, ranks, duration, found.mean_s, seed)
+    lines += _doubts(predictor.profile, resolved, used, ranks)
     notes = predictor.step_time(resolved).not_measured
     lines += [f"not measured: {', '.join(notes)}"] if notes else []
     console = Console()
@@ -95,6 +97,22 @@ def _told(found: SimulatedSteps, plan: Plan, machine: str) -> Iterator[str]:
     )
     for name, share in sorted(found.waited.items(), key=lambda one: -one[1]):
         yield f"  {share:6.1%} of the ranks' time waiting: {name}"
+
+
+def _doubts(profile: ModelProfile, plan: Plan, machine: MachineProfile, ranks: int) -> Iterator[str]:
+    """Why no such job would run, though its steps can be drawn."""
+    from torsh_distributed.planner.memory.memory_table import GB
+    from torsh_distributed.planner.memory.optimizer_profile import optimizer_named
+    from torsh_distributed.planner.memory.rank_memory import estimate_peak
+
+    batch, with_samples = plan.training.batch_size, plan.mesh.data_degree
+    if batch < with_samples:
+        without = f"{with_samples - batch:,} of {with_samples:,} ranks"
+        yield f"a batch of {batch} leaves {without} without a sample: drawn with one"
+    peak = estimate_peak(profile, plan, optimizer_named(ASSUMED_OPTIMIZER), device_type=machine.device_type).peak_bytes
+    if peak > machine.memory_bytes:
+        told = f"{peak / GB:.0f} GB on a rank, and {machine.name} has {machine.memory_bytes / GB:.0f}"
+        yield f"the plan does not fit: {told}; torsh plan auto --gpus {ranks} finds one"
 
 
 def _drawn_failures(rates: FailureRates, num_ranks: int, duration: str, step_s: float, seed: int) -> Iterator[str]:

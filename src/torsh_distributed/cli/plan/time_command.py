@@ -36,7 +36,10 @@ Recovery = Annotated[str, typer.Option(help="From a failure to the next step; wi
 Save = Annotated[str, typer.Option(help="What one checkpoint holds training up for; with --mtbf.")]
 _MOST_SEARCHED = 16_384
 
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step, over all ranks.")]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Samples of a step, over all ranks; else the plan's, or from the memory left."),
+]
 
 
 def time(
@@ -159,7 +162,7 @@ class _TimeQuestion:
     def answer(self, count: int, tokens: float) -> tuple[TrainingTime | None, str]:
         """The time with the best plan, and the plan; or None and why there is none."""
         from torsh_distributed.planner.forecast.training_time import TrainingTime
-        from torsh_distributed.planner.search.auto_plan import nearest, ranked_plans
+        from torsh_distributed.planner.search.auto_plan import names_batch, nearest, ranked_plans
 
         ranking = ranked_plans(
             self.model,  # type: ignore[arg-type]  # a module: the command line imports torch late
@@ -170,6 +173,7 @@ class _TimeQuestion:
             sequence=self.lengths[0],
             mean_sequence=self.lengths[1],
             example=self.example,
+            batch=None if names_batch(self.base) else "auto",
         )
         if not ranking.plans:
             return None, nearest(ranking)
@@ -181,7 +185,7 @@ class _TimeQuestion:
             TrainingTime(
                 num_devices=count,
                 step_s=best.time.total_s,
-                tokens_per_step=float(self.base.training.batch_size * ranking.tokens_per_sample),
+                tokens_per_step=float(best.plan.training.batch_size * ranking.tokens_per_sample),
                 tokens=tokens,
                 goodput=1.0 if self.failures is None else self.failures.goodput(count),
                 price_per_hour=self.price,

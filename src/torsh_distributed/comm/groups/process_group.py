@@ -31,7 +31,7 @@ from torsh_distributed.comm.groups.abort import (
 from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_device
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
-from torsh_distributed.comm.meeting.store_meeting import wait_for_keys
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, wait_for_keys
 from torsh_distributed.comm.torch_internals import _set_pg_timeout
 from torsh_distributed.comm.torch_internals import _world as torch_world
 from torsh_distributed.comm.trust.job_tls import require_encryption
@@ -105,17 +105,14 @@ def start_world(
     candidates = (backend, *fallback)
     if not fallback:
         choose_backend(backend)  # what cannot be used here is refused before ranks meet
-    if store is None and world_size == 1 and not has_agent_store:
-        store = dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
     if store is None:
-        is_host = rank == 0 and not has_agent_store
-        store = open_store(
-            master_addr,
-            master_port,
-            is_host=is_host,
+        store = _meeting_store(
+            (master_addr, master_port),
+            rank=rank,
+            world_size=world_size,
+            has_agent=has_agent_store,
             timeout_s=timeout_s,
-            has_torch_agent=has_agent_store,
-            policy=retry,
+            retry=retry,
         )
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
@@ -129,10 +126,18 @@ def start_world(
             has_gpu=torch.cuda.device_count() > 0,
             unusable_backends={name: reason for name in candidates if fallback and (reason := why_unusable(name))},
         )
-    taken = _first_usable(candidates, roster)
-    chosen = choose_backend(taken, device_type="cuda" if roster.has_gpu_each else "cpu")
+    try:
+        taken = _first_usable(candidates, roster)
+        chosen = choose_backend(taken, device_type="cuda" if roster.has_gpu_each else "cpu")
+        if not roster.shares_loopback:
+            require_encryption(chosen)
+    except TorshError:
+        # All ranks refuse alike. Rank 0 may host the store, and stays until the others have read the roster.
+        StoreMeeting(
+            prefixed, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="init_process_group"
+        ).leave()
+        raise
     if not roster.shares_loopback:
-        require_encryption(chosen)
         _warn_of_clock(roster, rank)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
@@ -150,14 +155,25 @@ def start_world(
         raise
     _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node, device)
     events.set_rank(rank)
-    if taken != backend:
-        _tell_fallback(taken, candidates, roster, rank)
-    if taken == "auto":
-        shared = "ranks share a GPU" if roster.has_gpus else "there is no GPU for every rank"
-        reason = "every rank has a GPU" if roster.has_gpu_each else shared
-        events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
+    _tell_choice(chosen, taken, candidates, roster, rank)
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _meeting_store(
+    address: tuple[str, int],
+    *,
+    rank: int,
+    world_size: int,
+    has_agent: bool,
+    timeout_s: float,
+    retry: RetryConfig | None,
+) -> dist.Store:
+    """The store at the master's address, which its launcher serves (`has_agent`) or rank 0."""
+    if world_size == 1 and not has_agent:
+        return dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
+    is_host = rank == 0 and not has_agent
+    return open_store(*address, is_host=is_host, timeout_s=timeout_s, has_torch_agent=has_agent, policy=retry)
 
 
 def _first_usable(candidates: Sequence[str], roster: Roster) -> str:
@@ -173,12 +189,18 @@ def _first_usable(candidates: Sequence[str], roster: Roster) -> str:
     )
 
 
-def _tell_fallback(taken: str, candidates: Sequence[str], roster: Roster, rank: int) -> None:
+def _tell_choice(chosen: str, taken: str, candidates: Sequence[str], roster: Roster, rank: int) -> None:
+    """Events for a backend that the user has not named: a fallback, or what `auto` chose."""
     passed_over = candidates[: candidates.index(taken)]
-    reason = "; ".join(roster.unusable_backends[name] for name in passed_over)
-    if rank == 0:
-        _log.warning("the ranks fall back to backend %r: %s", taken, reason)
-    events.emit(events.DecisionEvent(subject="backend fallback", choice=taken, reason=reason))
+    if passed_over:
+        reason = "; ".join(roster.unusable_backends[name] for name in passed_over)
+        if rank == 0:
+            _log.warning("the ranks fall back to backend %r: %s", taken, reason)
+        events.emit(events.DecisionEvent(subject="backend fallback", choice=taken, reason=reason))
+    if taken == "auto":
+        shared = "ranks share a GPU" if roster.has_gpus else "there is no GPU for every rank"
+        reason = "every rank has a GPU" if roster.has_gpu_each else shared
+        events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
 
 
 def _warn_of_clock(roster: Roster, rank: int) -> None:

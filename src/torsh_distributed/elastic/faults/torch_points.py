@@ -54,10 +54,10 @@ class TorchPoints:
         self._report("step", self._num_steps)
         self._report("forward")
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, *_: object) -> None:
         self._report("optimizer")
 
-    def _after_update(self, *_: Any) -> None:
+    def _after_update(self, *_: object) -> None:
         self._num_steps += 1
         self._is_in_step = False
 

@@ -69,7 +69,7 @@ def find_server(digest: bytes, timeout_s: float) -> tuple[str, int]:
     end_s = time.monotonic() + timeout_s
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def seen(*, name: str, **_: Any) -> None:
+    def seen(*, name: str, **_: object) -> None:
         names.put(name)
 
     tried: set[tuple[str, int]] = set()

@@ -108,8 +108,9 @@ class CarbonPolicy:
             return self._train(f"no forecast: {error.message}")
         if not speed.has_waited:
             # A job that never waited has not shown what that takes. To assume what it takes at its least while it
-            # trains would rule out every hold, and only a hold can tell: the first one counts as free, and is measured.
-            job = replace(job, idle_w=0.0)
+            # trains would rule out every hold, and only a hold can tell: the first one, of all workers, counts as free
+            # and is measured.
+            job = replace(job, idle_w=0.0, min_workers=job.max_workers)
         weighed, note = _weighed(slots, self._config.strategy)
         plan = allocate(job, weighed)
         at_once = run_now(job, slots)

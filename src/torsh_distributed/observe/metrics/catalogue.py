@@ -49,213 +49,251 @@ class MetricDefinition:
     scope: MetricScope = MetricScope.RANK
 
 
-def _table() -> tuple[MetricDefinition, ...]:
-    counter, gauge, distribution = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.DISTRIBUTION
-    node, job = MetricScope.NODE, MetricScope.JOB
-    define = MetricDefinition
-    seconds, size, ratio = "seconds", "bytes", "ratio"
-    training = (
-        define("torsh_step", gauge, "", "Number of the last optimizer update.", "training"),
-        define("torsh_epoch", gauge, "", "Passes over the data that were complete before the last step.", "training"),
-        define("torsh_steps", counter, "", "Optimizer updates since this process started.", "training"),
-        define("torsh_skipped_steps", counter, "", "Updates skipped because gradients overflowed fp16.", "training"),
-        define(
-            "torsh_loss",
-            gauge,
-            "",
-            "Mean loss of the last step over all ranks; of a plain loop, this rank's.",
-            "training",
+_COUNTER, _GAUGE, _DISTRIBUTION = MetricKind
+_Row = tuple[str, MetricKind, str, str] | tuple[str, MetricKind, str, str, tuple[str, ...]]
+_TABLE: tuple[tuple[str, MetricScope, tuple[_Row, ...]], ...] = (
+    (
+        "training",
+        MetricScope.RANK,
+        (
+            ("torsh_step", _GAUGE, "", "Number of the last optimizer update."),
+            ("torsh_epoch", _GAUGE, "", "Passes over the data that were complete before the last step."),
+            ("torsh_steps", _COUNTER, "", "Optimizer updates since this process started."),
+            ("torsh_skipped_steps", _COUNTER, "", "Updates skipped because gradients overflowed fp16."),
+            ("torsh_loss", _GAUGE, "", "Mean loss of the last step over all ranks; of a plain loop, this rank's."),
+            ("torsh_validation_loss", _GAUGE, "", "Mean loss of the last evaluation over all ranks."),
+            ("torsh_learning_rate", _GAUGE, "", "Learning rate of the last step."),
+            ("torsh_gradient_norm", _GAUGE, "", "Norm of the whole gradient in the last step."),
+            ("torsh_loss_scale", _GAUGE, "", "Factor of the loss before backward, with fp16."),
+            ("torsh_samples", _COUNTER, "", "Samples trained on by all ranks."),
+            ("torsh_tokens", _COUNTER, "", "Tokens trained on by all ranks."),
+            ("torsh_samples_per_second", _GAUGE, "", "Samples of all ranks per second, newest steps."),
+            ("torsh_tokens_per_second", _GAUGE, "", "Tokens of all ranks per second, newest steps."),
+            ("torsh_last_step_timestamp_seconds", _GAUGE, "seconds", "Unix time of the last step's end."),
+            ("torsh_nonfinite_values", _COUNTER, "", "Values that were NaN or infinite.", ("metric",)),
         ),
-        define("torsh_validation_loss", gauge, "", "Mean loss of the last evaluation over all ranks.", "training"),
-        define("torsh_learning_rate", gauge, "", "Learning rate of the last step.", "training"),
-        define("torsh_gradient_norm", gauge, "", "Norm of the whole gradient in the last step.", "training"),
-        define("torsh_loss_scale", gauge, "", "Factor of the loss before backward, with fp16.", "training"),
-        define("torsh_samples", counter, "", "Samples trained on by all ranks.", "training"),
-        define("torsh_tokens", counter, "", "Tokens trained on by all ranks.", "training"),
-        define("torsh_samples_per_second", gauge, "", "Samples of all ranks per second, newest steps.", "training"),
-        define("torsh_tokens_per_second", gauge, "", "Tokens of all ranks per second, newest steps.", "training"),
-        define("torsh_last_step_timestamp_seconds", gauge, seconds, "Unix time of the last step's end.", "training"),
-        define("torsh_nonfinite_values", counter, "", "Values that were NaN or infinite.", "training", ("metric",)),
-    )
-    compute = (
-        define("torsh_step_seconds", distribution, seconds, "From the end of one step to the next.", "compute"),
-        define("torsh_busy_seconds", distribution, seconds, "Step without waiting for ranks or data.", "compute"),
-        define("torsh_forward_seconds", distribution, seconds, "Forward, without waiting for ranks.", "compute"),
-        define("torsh_backward_seconds", distribution, seconds, "Backward, without waiting for ranks.", "compute"),
-        define("torsh_optimizer_seconds", distribution, seconds, "Clipping and update, without waiting.", "compute"),
-        define("torsh_bubble_seconds", distribution, seconds, "A stage has no microbatch to work on.", "compute"),
-        define("torsh_flops_per_second", gauge, "", "Operations of the model per second on this rank.", "compute"),
-        define("torsh_mfu_ratio", gauge, ratio, "Those operations over the device's peak in bf16.", "compute"),
-        define("torsh_compile_seconds", counter, seconds, "Time spent in first calls of compiled code.", "compute"),
-        define("torsh_process_cpu_cores", gauge, "", "Cores that this process keeps busy.", "compute"),
-    )
-    communication = (
-        define("torsh_wait_seconds", distribution, seconds, "Waiting for other ranks in a step.", "communication"),
-        define("torsh_wait_ratio", gauge, ratio, "Share of step time spent waiting for ranks.", "communication"),
-        define("torsh_overlap_ratio", gauge, ratio, "Share of transfers hidden behind computing.", "communication"),
-        define("torsh_collectives", counter, "", "Operations started, by kind.", "communication", ("op",)),
-        define("torsh_collective_bytes", counter, size, "Size of what they fill.", "communication", ("op",)),
-        define("torsh_collective_seconds", distribution, seconds, "Time in one operation.", "communication", ("op",)),
-        define(
-            "torsh_collective_bytes_per_second", gauge, "", "Bytes over the time in them.", "communication", ("op",)
+    ),
+    (
+        "compute",
+        MetricScope.RANK,
+        (
+            ("torsh_step_seconds", _DISTRIBUTION, "seconds", "From the end of one step to the next."),
+            ("torsh_busy_seconds", _DISTRIBUTION, "seconds", "Step without waiting for ranks or data."),
+            ("torsh_forward_seconds", _DISTRIBUTION, "seconds", "Forward, without waiting for ranks."),
+            ("torsh_backward_seconds", _DISTRIBUTION, "seconds", "Backward, without waiting for ranks."),
+            ("torsh_optimizer_seconds", _DISTRIBUTION, "seconds", "Clipping and update, without waiting."),
+            ("torsh_bubble_seconds", _DISTRIBUTION, "seconds", "A stage has no microbatch to work on."),
+            ("torsh_flops_per_second", _GAUGE, "", "Operations of the model per second on this rank."),
+            ("torsh_mfu_ratio", _GAUGE, "ratio", "Those operations over the device's peak in bf16."),
+            ("torsh_compile_seconds", _COUNTER, "seconds", "Time spent in first calls of compiled code."),
+            ("torsh_process_cpu_cores", _GAUGE, "", "Cores that this process keeps busy."),
         ),
-        define("torsh_collective_errors", counter, "", "Operations that failed.", "communication", ("op",)),
-        define("torsh_gradient_bytes", counter, size, "Gradients averaged, before encoding.", "communication"),
-        define("torsh_gradient_wire_bytes", counter, size, "Gradients averaged, as sent.", "communication"),
-    )
-    axis = "axes"
-    axes = (
-        define("torsh_axis_operations", counter, "", "Operations of groups along an axis.", axis, ("axis",)),
-        define("torsh_axis_bytes", counter, size, "Size of what they fill.", axis, ("axis",)),
-        define("torsh_axis_wait_seconds", counter, seconds, "Training waited for them.", axis, ("axis",)),
-        define("torsh_axis_seconds", distribution, seconds, "Time in one of them.", axis, ("axis",)),
-        define("torsh_axis_bytes_per_second", gauge, "", "Bytes over the time in them.", axis, ("axis",)),
-        define("torsh_axis_trend_ratio", gauge, ratio, "Change of that, newest over earlier ones.", axis, ("axis",)),
-    )
-    name, codec = "compression", ("codec",)
-    codecs = (
-        define("torsh_compression_seconds", distribution, seconds, "Average of a bucket through a codec.", name, codec),
-        define("torsh_compression_bytes_per_second", gauge, "", "Bytes before encoding over that time.", name, codec),
-        define("torsh_compression_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", name, codec),
-        define("torsh_compression_size_ratio", gauge, ratio, "Bytes sent over bytes before encoding.", name, codec),
-    )
-    memory = (
-        define("torsh_host_memory_bytes", gauge, size, "Resident memory of the process.", "memory"),
-        define("torsh_host_memory_peak_bytes", gauge, size, "Most resident memory of the process.", "memory"),
-        define("torsh_device_memory_bytes", gauge, size, "Allocated by torch on its device.", "memory"),
-        define("torsh_device_memory_peak_bytes", gauge, size, "Most allocated by torch on its device.", "memory"),
-        define("torsh_device_memory_reserved_bytes", gauge, size, "Held by torch's allocator.", "memory"),
-        define(
-            "torsh_device_memory_fragmentation_ratio",
-            gauge,
-            ratio,
-            "Part of what torch's allocator holds that is free between blocks in use.",
-            "memory",
+    ),
+    (
+        "communication",
+        MetricScope.RANK,
+        (
+            ("torsh_wait_seconds", _DISTRIBUTION, "seconds", "Waiting for other ranks in a step."),
+            ("torsh_wait_ratio", _GAUGE, "ratio", "Share of step time spent waiting for ranks."),
+            ("torsh_overlap_ratio", _GAUGE, "ratio", "Share of transfers hidden behind computing."),
+            ("torsh_collectives", _COUNTER, "", "Operations started, by kind.", ("op",)),
+            ("torsh_collective_bytes", _COUNTER, "bytes", "Size of what they fill.", ("op",)),
+            ("torsh_collective_seconds", _DISTRIBUTION, "seconds", "Time in one operation.", ("op",)),
+            ("torsh_collective_bytes_per_second", _GAUGE, "", "Bytes over the time in them.", ("op",)),
+            ("torsh_collective_errors", _COUNTER, "", "Operations that failed.", ("op",)),
+            ("torsh_gradient_bytes", _COUNTER, "bytes", "Gradients averaged, before encoding."),
+            ("torsh_gradient_wire_bytes", _COUNTER, "bytes", "Gradients averaged, as sent."),
         ),
-        define("torsh_memory_pressure", counter, "", "Reactions to short memory.", "memory", ("action",)),
-    )
-    data = (
-        define("torsh_input_wait_seconds", distribution, seconds, "Waiting for the next batch.", "input"),
-        define("torsh_input_wait_ratio", gauge, ratio, "Share of step time spent waiting for data.", "input"),
-    )
-    state = (
-        define("torsh_checkpoints", counter, "", "Checkpoints, by what was done.", "checkpoints", ("action",)),
-        define("torsh_checkpoint_errors", counter, "", "Checkpoints that failed.", "checkpoints", ("action",)),
-        define(
-            "torsh_checkpoint_seconds", distribution, seconds, "Time a checkpoint took.", "checkpoints", ("action",)
+    ),
+    (
+        "axes",
+        MetricScope.RANK,
+        (
+            ("torsh_axis_operations", _COUNTER, "", "Operations of groups along an axis.", ("axis",)),
+            ("torsh_axis_bytes", _COUNTER, "bytes", "Size of what they fill.", ("axis",)),
+            ("torsh_axis_wait_seconds", _COUNTER, "seconds", "Training waited for them.", ("axis",)),
+            ("torsh_axis_seconds", _DISTRIBUTION, "seconds", "Time in one of them.", ("axis",)),
+            ("torsh_axis_bytes_per_second", _GAUGE, "", "Bytes over the time in them.", ("axis",)),
+            ("torsh_axis_trend_ratio", _GAUGE, "ratio", "Change of that, newest over earlier ones.", ("axis",)),
         ),
-        define("torsh_checkpoint_size_bytes", gauge, size, "Size of the newest checkpoint.", "checkpoints"),
-        define("torsh_checkpoint_step", gauge, "", "Step of the newest saved checkpoint.", "checkpoints"),
-        define("torsh_expert_load_variation_ratio", gauge, ratio, "Spread of rows over experts.", "experts"),
-        define("torsh_expert_load_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", "experts"),
-        define("torsh_expert_dropped", counter, "", "Choices of experts without room.", "experts"),
-        define("torsh_expert_choices", counter, "", "Choices of experts that were computed.", "experts"),
-        define("torsh_expert_capacity_use_ratio", gauge, ratio, "Used part of the experts' room.", "experts"),
-        define("torsh_routed_tokens", counter, "", "Tokens that gates decided about, on all ranks.", "experts"),
-        define("torsh_routing_seconds", distribution, seconds, "Decision of a gate on a batch.", "experts"),
-        define("torsh_routing_tokens_per_second", gauge, "", "Tokens over the time of decisions.", "experts"),
-        define("torsh_routing_trend_ratio", gauge, ratio, "Change of that, newest over earlier.", "experts"),
-        define("torsh_parameter_pushes", counter, "", "Pushes to parameter servers.", "parameters"),
-        define("torsh_parameter_pulls", counter, "", "Pulls from parameter servers.", "parameters"),
-        define("torsh_parameter_version", gauge, "", "Version that was pulled last.", "parameters"),
-        define("torsh_parameter_staleness", distribution, "", "Versions that a gradient was behind.", "parameters"),
-        define("torsh_parameter_bytes", counter, size, "Gradients and parameters.", "parameters", ("operation",)),
-        define("torsh_parameter_seconds", distribution, seconds, "Time of each.", "parameters", ("operation",)),
-        define("torsh_observe_dropped", counter, "", "Events that came too fast to be counted.", "observing"),
-    )
-    machine = (
-        define("torsh_node_cpu_ratio", gauge, ratio, "Busy share of the node's cores.", "machine", (), node),
-        define("torsh_node_io_wait_ratio", gauge, ratio, "Cores idle until a disk answers.", "machine", (), node),
-        define("torsh_node_load", gauge, "", "Load average over a minute.", "machine", (), node),
-        define("torsh_node_memory_used_bytes", gauge, size, "Memory in use.", "machine", (), node),
-        define("torsh_node_memory_total_bytes", gauge, size, "Memory of the node.", "machine", (), node),
-        define("torsh_node_memory_ratio", gauge, ratio, "Part of the memory in use.", "machine", (), node),
-        define("torsh_node_network_receive_bytes", counter, size, "Received, without loopback.", "machine", (), node),
-        define("torsh_node_network_transmit_bytes", counter, size, "Sent, without loopback.", "machine", (), node),
-        define("torsh_node_disk_read_bytes", counter, size, "Read from disks.", "machine", (), node),
-        define("torsh_node_disk_write_bytes", counter, size, "Written to disks.", "machine", (), node),
-        define("torsh_node_temperature_celsius", gauge, "celsius", "Of a sensor.", "machine", ("sensor",), node),
-        define("torsh_node_energy_joules", counter, "joules", "Energy of a processor.", "machine", ("meter",), node),
-        define("torsh_gpu_utilization_ratio", gauge, ratio, "Time with a kernel running.", "machine", ("gpu",), node),
-        define("torsh_gpu_memory_used_bytes", gauge, size, "Memory of a GPU in use.", "machine", ("gpu",), node),
-        define("torsh_gpu_memory_total_bytes", gauge, size, "Memory of a GPU.", "machine", ("gpu",), node),
-        define("torsh_gpu_memory_ratio", gauge, ratio, "Part of a GPU's memory in use.", "machine", ("gpu",), node),
-        define("torsh_gpu_temperature_celsius", gauge, "celsius", "Of a GPU.", "machine", ("gpu",), node),
-        define("torsh_gpu_power_watts", gauge, "watts", "Power of a GPU.", "machine", ("gpu",), node),
-        define("torsh_gpu_energy_joules", counter, "joules", "Energy of a GPU since boot.", "machine", ("gpu",), node),
-    )
-    whole = (
-        define("torsh_ranks", gauge, "", "Ranks that report.", "job", (), job),
-        define("torsh_world_size", gauge, "", "Ranks of the job.", "job", (), job),
-        define("torsh_planned_steps", gauge, "", "Steps that the job is to do in all.", "job", (), job),
-        define("torsh_remaining_seconds", gauge, seconds, "To its last step, at the newest pace.", "job", (), job),
-        define(
-            "torsh_loss_regained_ratio",
-            gauge,
-            ratio,
-            "Part of the loss's fall so far that it has risen again; smoothed.",
-            "job",
-            (),
-            job,
+    ),
+    (
+        "compression",
+        MetricScope.RANK,
+        (
+            ("torsh_compression_seconds", _DISTRIBUTION, "seconds", "Average of a bucket through a codec.", ("codec",)),
+            ("torsh_compression_bytes_per_second", _GAUGE, "", "Bytes before encoding over that time.", ("codec",)),
+            ("torsh_compression_trend_ratio", _GAUGE, "ratio", "Change of that, newest over earlier.", ("codec",)),
+            ("torsh_compression_size_ratio", _GAUGE, "ratio", "Bytes sent over bytes before encoding.", ("codec",)),
         ),
-        define("torsh_restarts", gauge, "", "Restarts of all workers so far.", "job", (), job),
-        define("torsh_failures", counter, "", "Workers or nodes lost.", "job", (), job),
-        define("torsh_regroupings", counter, "", "Times an elastic world went on with other ranks.", "job", (), job),
-        define("torsh_straggler", gauge, "", "1 for a rank that others wait for.", "job", ("rank",), job),
-        define("torsh_anomalies", counter, "", "Anomalies found, by kind.", "job", ("kind",), job),
-        define("torsh_alert_firing", gauge, "", "1 while a rule fires.", "job", ("alert", "severity"), job),
-        define("torsh_packets_dropped", counter, "", "Summaries that were lost or malformed.", "observing", (), job),
-    )
-    energy = (
-        define("torsh_energy_joules", counter, "joules", "Energy of all nodes, by label.", "energy", ("label",), job),
-        define("torsh_power_watts", gauge, "watts", "Power of all nodes, newest interval.", "energy", (), job),
-        define("torsh_idle_watts", gauge, "watts", "Least power of an interval so far.", "energy", (), job),
-        define("torsh_joules_per_step", gauge, "joules", "Mean of the steps that count.", "energy", (), job),
-        define("torsh_joules_per_sample", gauge, "joules", "All energy over committed samples.", "energy", (), job),
-        define("torsh_wasted_joules", counter, "joules", "Lost energy, by cause.", "energy", ("cause",), job),
-        define("torsh_predicted_joules", gauge, "joules", "At the end of the job, at this rate.", "energy", (), job),
-        define("torsh_co2_grams", counter, "", "Grams of CO2, at each interval's intensity.", "energy", (), job),
-        define("torsh_held_joules", counter, "joules", "While the policy let the job wait.", "energy", (), job),
-        define("torsh_holding", gauge, "", "1 while the policy lets the job wait.", "energy", (), job),
-        define("torsh_budget_ratio", gauge, ratio, "Spent part of a budget.", "energy", ("budget",), job),
-        define("torsh_carbon_intensity", gauge, "", "Grams of CO2 a kWh that count now.", "energy", (), job),
-    )
-    name = "federated"
-    federated = (
-        define("torsh_federated_rounds", counter, "", "Rounds that count.", name, (), job),
-        define("torsh_federated_updates", counter, "", "Updates of clients that count.", name, (), job),
-        define("torsh_federated_lost_updates", counter, "", "Clients asked that did not count.", name, (), job),
-        define("torsh_federated_bytes", counter, size, "Between clients and server.", name, ("direction",), job),
-        define("torsh_federated_round_seconds", gauge, seconds, "Of the last round.", name, (), job),
-        define("torsh_federated_epsilon", gauge, "", "Of differential privacy, so far.", name, (), job),
-        define("torsh_federated_figure", gauge, "", "Of the global model, by name.", name, ("figure",), job),
-        define(
-            "torsh_federated_link_bytes_per_second",
-            gauge,
-            "",
-            "Of the last upload of each client of the last round: the 20 slowest.",
-            name,
-            ("client",),
-            job,
+    ),
+    (
+        "memory",
+        MetricScope.RANK,
+        (
+            ("torsh_host_memory_bytes", _GAUGE, "bytes", "Resident memory of the process."),
+            ("torsh_host_memory_peak_bytes", _GAUGE, "bytes", "Most resident memory of the process."),
+            ("torsh_device_memory_bytes", _GAUGE, "bytes", "Allocated by torch on its device."),
+            ("torsh_device_memory_peak_bytes", _GAUGE, "bytes", "Most allocated by torch on its device."),
+            ("torsh_device_memory_reserved_bytes", _GAUGE, "bytes", "Held by torch's allocator."),
+            (
+                "torsh_device_memory_fragmentation_ratio",
+                _GAUGE,
+                "ratio",
+                "Part of what torch's allocator holds that is free between blocks in use.",
+            ),
+            ("torsh_memory_pressure", _COUNTER, "", "Reactions to short memory.", ("action",)),
         ),
-    )
-    return (
-        training
-        + compute
-        + communication
-        + axes
-        + codecs
-        + memory
-        + data
-        + state
-        + machine
-        + whole
-        + energy
-        + federated
-    )
+    ),
+    (
+        "input",
+        MetricScope.RANK,
+        (
+            ("torsh_input_wait_seconds", _DISTRIBUTION, "seconds", "Waiting for the next batch."),
+            ("torsh_input_wait_ratio", _GAUGE, "ratio", "Share of step time spent waiting for data."),
+        ),
+    ),
+    (
+        "checkpoints",
+        MetricScope.RANK,
+        (
+            ("torsh_checkpoints", _COUNTER, "", "Checkpoints, by what was done.", ("action",)),
+            ("torsh_checkpoint_errors", _COUNTER, "", "Checkpoints that failed.", ("action",)),
+            ("torsh_checkpoint_seconds", _DISTRIBUTION, "seconds", "Time a checkpoint took.", ("action",)),
+            ("torsh_checkpoint_size_bytes", _GAUGE, "bytes", "Size of the newest checkpoint."),
+            ("torsh_checkpoint_step", _GAUGE, "", "Step of the newest saved checkpoint."),
+        ),
+    ),
+    (
+        "experts",
+        MetricScope.RANK,
+        (
+            ("torsh_expert_load_variation_ratio", _GAUGE, "ratio", "Spread of rows over experts."),
+            ("torsh_expert_load_trend_ratio", _GAUGE, "ratio", "Change of that, newest over earlier."),
+            ("torsh_expert_dropped", _COUNTER, "", "Choices of experts without room."),
+            ("torsh_expert_choices", _COUNTER, "", "Choices of experts that were computed."),
+            ("torsh_expert_capacity_use_ratio", _GAUGE, "ratio", "Used part of the experts' room."),
+            ("torsh_routed_tokens", _COUNTER, "", "Tokens that gates decided about, on all ranks."),
+            ("torsh_routing_seconds", _DISTRIBUTION, "seconds", "Decision of a gate on a batch."),
+            ("torsh_routing_tokens_per_second", _GAUGE, "", "Tokens over the time of decisions."),
+            ("torsh_routing_trend_ratio", _GAUGE, "ratio", "Change of that, newest over earlier."),
+        ),
+    ),
+    (
+        "parameters",
+        MetricScope.RANK,
+        (
+            ("torsh_parameter_pushes", _COUNTER, "", "Pushes to parameter servers."),
+            ("torsh_parameter_pulls", _COUNTER, "", "Pulls from parameter servers."),
+            ("torsh_parameter_version", _GAUGE, "", "Version that was pulled last."),
+            ("torsh_parameter_staleness", _DISTRIBUTION, "", "Versions that a gradient was behind."),
+            ("torsh_parameter_bytes", _COUNTER, "bytes", "Gradients and parameters.", ("operation",)),
+            ("torsh_parameter_seconds", _DISTRIBUTION, "seconds", "Time of each.", ("operation",)),
+        ),
+    ),
+    (
+        "observing",
+        MetricScope.RANK,
+        (("torsh_observe_dropped", _COUNTER, "", "Events that came too fast to be counted."),),
+    ),
+    (
+        "machine",
+        MetricScope.NODE,
+        (
+            ("torsh_node_cpu_ratio", _GAUGE, "ratio", "Busy share of the node's cores."),
+            ("torsh_node_io_wait_ratio", _GAUGE, "ratio", "Cores idle until a disk answers."),
+            ("torsh_node_load", _GAUGE, "", "Load average over a minute."),
+            ("torsh_node_memory_used_bytes", _GAUGE, "bytes", "Memory in use."),
+            ("torsh_node_memory_total_bytes", _GAUGE, "bytes", "Memory of the node."),
+            ("torsh_node_memory_ratio", _GAUGE, "ratio", "Part of the memory in use."),
+            ("torsh_node_network_receive_bytes", _COUNTER, "bytes", "Received, without loopback."),
+            ("torsh_node_network_transmit_bytes", _COUNTER, "bytes", "Sent, without loopback."),
+            ("torsh_node_disk_read_bytes", _COUNTER, "bytes", "Read from disks."),
+            ("torsh_node_disk_write_bytes", _COUNTER, "bytes", "Written to disks."),
+            ("torsh_node_temperature_celsius", _GAUGE, "celsius", "Of a sensor.", ("sensor",)),
+            ("torsh_node_energy_joules", _COUNTER, "joules", "Energy of a processor.", ("meter",)),
+            ("torsh_gpu_utilization_ratio", _GAUGE, "ratio", "Time with a kernel running.", ("gpu",)),
+            ("torsh_gpu_memory_used_bytes", _GAUGE, "bytes", "Memory of a GPU in use.", ("gpu",)),
+            ("torsh_gpu_memory_total_bytes", _GAUGE, "bytes", "Memory of a GPU.", ("gpu",)),
+            ("torsh_gpu_memory_ratio", _GAUGE, "ratio", "Part of a GPU's memory in use.", ("gpu",)),
+            ("torsh_gpu_temperature_celsius", _GAUGE, "celsius", "Of a GPU.", ("gpu",)),
+            ("torsh_gpu_power_watts", _GAUGE, "watts", "Power of a GPU.", ("gpu",)),
+            ("torsh_gpu_energy_joules", _COUNTER, "joules", "Energy of a GPU since boot.", ("gpu",)),
+        ),
+    ),
+    (
+        "job",
+        MetricScope.JOB,
+        (
+            ("torsh_ranks", _GAUGE, "", "Ranks that report."),
+            ("torsh_world_size", _GAUGE, "", "Ranks of the job."),
+            ("torsh_planned_steps", _GAUGE, "", "Steps that the job is to do in all."),
+            ("torsh_remaining_seconds", _GAUGE, "seconds", "To its last step, at the newest pace."),
+            (
+                "torsh_loss_regained_ratio",
+                _GAUGE,
+                "ratio",
+                "Part of the loss's fall so far that it has risen again; smoothed.",
+            ),
+            ("torsh_restarts", _GAUGE, "", "Restarts of all workers so far."),
+            ("torsh_failures", _COUNTER, "", "Workers or nodes lost."),
+            ("torsh_regroupings", _COUNTER, "", "Times an elastic world went on with other ranks."),
+            ("torsh_straggler", _GAUGE, "", "1 for a rank that others wait for.", ("rank",)),
+            ("torsh_anomalies", _COUNTER, "", "Anomalies found, by kind.", ("kind",)),
+            ("torsh_alert_firing", _GAUGE, "", "1 while a rule fires.", ("alert", "severity")),
+        ),
+    ),
+    (
+        "observing",
+        MetricScope.JOB,
+        (("torsh_packets_dropped", _COUNTER, "", "Summaries that were lost or malformed."),),
+    ),
+    (
+        "energy",
+        MetricScope.JOB,
+        (
+            ("torsh_energy_joules", _COUNTER, "joules", "Energy of all nodes, by label.", ("label",)),
+            ("torsh_power_watts", _GAUGE, "watts", "Power of all nodes, newest interval."),
+            ("torsh_idle_watts", _GAUGE, "watts", "Least power of an interval so far."),
+            ("torsh_joules_per_step", _GAUGE, "joules", "Mean of the steps that count."),
+            ("torsh_joules_per_sample", _GAUGE, "joules", "All energy over committed samples."),
+            ("torsh_wasted_joules", _COUNTER, "joules", "Lost energy, by cause.", ("cause",)),
+            ("torsh_predicted_joules", _GAUGE, "joules", "At the end of the job, at this rate."),
+            ("torsh_co2_grams", _COUNTER, "", "Grams of CO2, at each interval's intensity."),
+            ("torsh_held_joules", _COUNTER, "joules", "While the policy let the job wait."),
+            ("torsh_holding", _GAUGE, "", "1 while the policy lets the job wait."),
+            ("torsh_budget_ratio", _GAUGE, "ratio", "Spent part of a budget.", ("budget",)),
+            ("torsh_carbon_intensity", _GAUGE, "", "Grams of CO2 a kWh that count now."),
+        ),
+    ),
+    (
+        "federated",
+        MetricScope.JOB,
+        (
+            ("torsh_federated_rounds", _COUNTER, "", "Rounds that count."),
+            ("torsh_federated_updates", _COUNTER, "", "Updates of clients that count."),
+            ("torsh_federated_lost_updates", _COUNTER, "", "Clients asked that did not count."),
+            ("torsh_federated_bytes", _COUNTER, "bytes", "Between clients and server.", ("direction",)),
+            ("torsh_federated_round_seconds", _GAUGE, "seconds", "Of the last round."),
+            ("torsh_federated_epsilon", _GAUGE, "", "Of differential privacy, so far."),
+            ("torsh_federated_figure", _GAUGE, "", "Of the global model, by name.", ("figure",)),
+            (
+                "torsh_federated_link_bytes_per_second",
+                _GAUGE,
+                "",
+                "Of the last upload of each client of the last round: the 20 slowest.",
+                ("client",),
+            ),
+        ),
+    ),
+)
+"""A topic, whom it is about, and its metrics: name, kind, unit, help, and labels if there are any."""
 
-
-CATALOGUE: Mapping[str, MetricDefinition] = {definition.name: definition for definition in _table()}
+CATALOGUE: Mapping[str, MetricDefinition] = {
+    row[0]: MetricDefinition(*row[:4], topic, row[4] if len(row) == 5 else (), scope)
+    for topic, scope, rows in _TABLE
+    for row in rows
+}
 """By name."""
 
 BUCKETS_S: tuple[float, ...] = (

@@ -118,7 +118,7 @@ class PipelineStages(SplitModel):
             loss = self.pipe.evaluate(inputs, targets)
         return loss if weight is None else loss * weight
 
-    def _own_loss(self, output: Any, _: Any) -> Tensor:
+    def _own_loss(self, output: Any, _: object) -> Tensor:
         return own_loss(output, type(self.pipe.plan.model).__name__)
 
     def _run(self, inputs: Any, targets: Any, weight: Tensor | float) -> Tensor:

@@ -74,7 +74,7 @@ def implementing(configs: list[Any], name: str) -> Iterator[None]:
             config._attn_implementation_internal = old
 
 
-def mask_rule(mask_function: Callable[..., Any], use_vmap: bool = False, **_: Any) -> PositionMask:
+def mask_rule(mask_function: Callable[..., Any], use_vmap: bool = False, **_: object) -> PositionMask:
     """What a model asks of its mask, as transformers describes it: a function of positions."""
     from transformers import masking_utils
 

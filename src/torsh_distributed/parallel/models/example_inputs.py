@@ -71,7 +71,7 @@ class _RequireValues(TorchFunctionMode):
 def _hook(module: nn.Module, seeds: dict[int, int], device: torch.device, stack: ExitStack) -> None:
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def enter(called: nn.Module, _: Any) -> None:
+    def enter(called: nn.Module, _: object) -> None:
         before = (dict(called._parameters), dict(called._buffers))
         held.append(before)
         for name, param in before[0].items():
@@ -82,7 +82,7 @@ def _hook(module: nn.Module, seeds: dict[int, int], device: torch.device, stack:
             if buffer is not None and buffer.is_meta:
                 called._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype, device=device)
 
-    def leave(called: nn.Module, *_: Any) -> None:
+    def leave(called: nn.Module, *_: object) -> None:
         params, buffers = held.pop()
         called._parameters.update(params)
         called._buffers.update(buffers)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torsh_distributed.parallel.models.kept_values import KeptValues, roots_of
+
 _num_probes = 0
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -24,9 +26,9 @@ def is_probing() -> bool:
 
 @contextmanager
 def probing(module: nn.Module, *, keeps_params: bool = False) -> Iterator[None]:
-    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, the attributes that its
-    forwards set, and the host's random state are restored afterwards; with `keeps_params` its parameters too, which
-    takes a copy of them.
+    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, the attributes and variables
+    that its forwards and hooks set, and the host's random state are restored afterwards; with `keeps_params` its
+    parameters too, which takes a copy of them.
     """
     global _num_probes
     kept = _StateBefore(module, with_params=keeps_params)
@@ -55,9 +57,11 @@ def tracing(model: nn.Module) -> Iterator[None]:
     Tensors under new names stay: they are constants that the trace has found and refers to.
     """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    around = KeptValues(roots_of(model))
     try:
         yield
     finally:
+        around.restore()
         for module, attributes, buffers in before:
             new = [
                 name for name, value in vars(module).items() if name not in attributes and not isinstance(value, Tensor)
@@ -94,6 +98,7 @@ class _StateBefore:
         self._values = [(held, held.clone()) for held in map(_held, tensors)]
         plain = [param for param in module.parameters() if not hasattr(param, "to_local")] if with_params else []
         self._params = [(param, param.data) for param in plain]
+        self._around = KeptValues(roots_of(module))
 
     def restore(self) -> None:
         for owned, before in (*self._attributes, *self._buffers):
@@ -106,6 +111,7 @@ class _StateBefore:
                 param.data = data
         for held, value in self._values:
             held.copy_(value)
+        self._around.restore()
 
 
 def _held(tensor: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class LayerClock:
             for name, num_uses in self._uses.items()
         )
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         if _is_in_backward():  # recomputation
             self._switch((name, "wait"))
             return
@@ -86,7 +86,7 @@ class LayerClock:
         self._outer.append(self._now)
         self._switch((name, "wait"))
 
-    def _start(self, name: str, *_: Any) -> None:
+    def _start(self, name: str, *_: object) -> None:
         self._switch((name, "backward" if _is_in_backward() else "forward"))
 
     def _hook_output(self, name: str, phase: Phase, module: nn.Module, args: Any, output: Any) -> None:

@@ -272,7 +272,7 @@ class PagedDataParallel(Strategy):
         if sent is not values:
             values.copy_(sent)
 
-    def _share_buffers(self, model: nn.Module, _: Any) -> None:
+    def _share_buffers(self, model: nn.Module, _: object) -> None:
         """In training, take buffers (running statistics) from the group's first rank, as DDP does."""
         if model.training:
             assert self._group is not None

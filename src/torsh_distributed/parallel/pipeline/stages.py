@@ -197,7 +197,7 @@ def _pass_tuples(stage: nn.Module, feed: Microbatches | None, *, is_last: bool) 
         stage.register_forward_hook(_check_sent)
 
 
-def _check_sent(stage: nn.Module, _: Any, output: Any) -> None:
+def _check_sent(stage: nn.Module, _: object, output: Any) -> None:
     is_tuple = isinstance(output, tuple) and len(output) > 1 and all(isinstance(one, Tensor) for one in output)
     if isinstance(output, Tensor) or is_tuple:
         return

@@ -46,12 +46,12 @@ def register_cpu_attention() -> None:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
     @register_sharding(forward)  # type: ignore[untyped-decorator]  # untyped in torch
-    def _forward(*_: Any, attn_mask: Any = None, **__: Any) -> list[Any]:
+    def _forward(*_: Any, attn_mask: Any = None, **__: object) -> list[Any]:
         # Positions: query, key, value, then dropout_p and is_causal where they are passed.
         return [([split] * 2, [split] * 3 + [None] * (len(_) - 3) + _mask(attn_mask)) for split in _SPLITS]
 
     @register_sharding(backward)  # type: ignore[untyped-decorator]  # untyped in torch
-    def _backward(*_: Any, attn_mask: Any = None, **__: Any) -> list[Any]:
+    def _backward(*_: Any, attn_mask: Any = None, **__: object) -> list[Any]:
         # Positions: grad_out, query, key, value, out, logsumexp, dropout_p, is_causal.
         return [([split] * 3, [split] * 6 + [None] * (len(_) - 6) + _mask(attn_mask)) for split in _SPLITS]
 

@@ -187,6 +187,9 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _problems(document: Mapping[str, Any]) -> Iterable[str]:
+    for section in document:
+        if section not in _KEYS:
+            yield f"[{section}] is not known ({did_you_mean(section, _KEYS) or 'known: ' + ', '.join(_KEYS)})"
     for section, keys in _KEYS.items():
         found = document.get(section)
         if not isinstance(found, dict):

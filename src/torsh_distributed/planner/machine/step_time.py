@@ -104,7 +104,7 @@ class StepPredictor:
     """Predicts steps of one model on one machine; what plans have in common is computed once."""
 
     def __init__(self, profile: ModelProfile, machine: MachineProfile, optimizer: OptimizerProfile) -> None:
-        self._profile, self._machine, self._optimizer = profile, machine, optimizer
+        self.profile, self._machine, self._optimizer = profile, machine, optimizer
         self._times: dict[str, OperationTimes] = {}
         self._counted: Counted = {}
         self._learned: dict[int, tuple[Mapping[str, float], tuple[float, float] | None]] = {}
@@ -123,7 +123,7 @@ class StepPredictor:
 
     def recompute_s(self, plan: Plan, kind: int, recompute: Recompute) -> float:
         """The time to recompute so much of one microbatch in a block of a kind."""
-        return self._prediction(plan).recompute_s(self._profile.blocks[kind], recompute)
+        return self._prediction(plan).recompute_s(self.profile.blocks[kind], recompute)
 
     def _prediction(self, plan: Plan) -> _Prediction:
         dtype = plan.precision.dtype
@@ -133,7 +133,7 @@ class StepPredictor:
             past = self._machine.past
             self._learned[num_ranks] = past.factors(num_ranks), past.interval(num_ranks)
         factors, interval = self._learned[num_ranks]
-        return _Prediction(self._profile, plan, self._machine, self._optimizer, times, self._counted, factors, interval)
+        return _Prediction(self.profile, plan, self._machine, self._optimizer, times, self._counted, factors, interval)
 
 
 @dataclass

@@ -255,7 +255,7 @@ def _own_checkpoints(run: TracedRun) -> Iterator[None]:
 
 
 def _noting(run: TracedRun, name: str) -> Callable[..., None]:
-    def note(*_: Any) -> None:
+    def note(*_: object) -> None:
         (run.called_after if run.calls else run.called_before).add(name)
 
     return note

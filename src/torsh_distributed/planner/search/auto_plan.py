@@ -47,7 +47,7 @@ def ranked_plans(
     larger: that of `base`, else 32·sqrt(ranks).
     """
     chosen = base or Plan()
-    if batch == "auto" and "batch_size" not in chosen.training.model_fields_set:
+    if batch == "auto" and not names_batch(chosen):
         chosen = chosen.replace(training={"batch_size": round(32 * math.sqrt(world_size))})
     search = PlanSearch(
         profile=profile_model(model, chosen, sequence=sequence, example=example),
@@ -62,6 +62,11 @@ def ranked_plans(
         is_batch_free=batch == "auto",
     )
     return search.rank()
+
+
+def names_batch(plan: Plan) -> bool:
+    """Whether its user has said how many samples a step has: the default is no choice for any number of ranks."""
+    return "batch_size" in plan.training.model_fields_set
 
 
 def _mean_profile(model: nn.Module, plan: Plan, mean_sequence: int | None, example: Any) -> ModelProfile | None:
@@ -80,8 +85,10 @@ def best_plan(
 ) -> Plan:
     """The plan that `ranked_plans` has first. `machine` is a description by name or file; left out: this machine.
 
-    Raises InvalidArgument, with the nearest plan, if none fits.
+    Where `base` names no batch, the memory left decides. Raises InvalidArgument, with the nearest plan, if none fits.
     """
+    if base is None or not names_batch(base):
+        options.setdefault("batch", "auto")
     chosen = this_machine(world_size) if machine is None else machine_named(machine)
     return _first(ranked_plans(model, world_size=world_size, machine=chosen, base=base, **options), chosen).plan
 

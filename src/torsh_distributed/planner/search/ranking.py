@@ -128,7 +128,11 @@ class PlanSearch:
         equation = " × ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1) or "one rank"
         batch, with_samples = self.base.training.batch_size, mesh["dp"] * mesh["shard"] * mesh["ep"]
         if batch % with_samples and not self.is_batch_free:
-            reason = f"a batch of {batch} does not divide over {with_samples} ranks with samples of their own"
+            less = batch // with_samples * with_samples
+            near = f"{less} or {less + with_samples}" if less else f"{with_samples}"
+            reason = (
+                f"a batch of {batch} does not divide over {with_samples} ranks with samples of their own; {near} does"
+            )
             ranking.rejections.append(Rejection(equation, reason))
             return
         local = -(-batch // with_samples)

@@ -157,7 +157,7 @@ class RRef:
 
         return _Methods(call)
 
-    def backward(self, *_: Any, **__: Any) -> None:
+    def backward(self, *_: object, **__: object) -> None:
         """torch's reference has it; gradients do not go through calls here."""
         raise FeatureNotAvailable(
             "autograd across remote calls is not offered",

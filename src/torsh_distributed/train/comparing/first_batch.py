@@ -194,7 +194,7 @@ class FirstBatchComparison:
                 if chosen is None:
                     continue
                 try:
-                    with setup.precision.computing() if in_precision else nullcontext():
+                    with setup.loss.unchanged(), setup.precision.computing() if in_precision else nullcontext():
                         loss, in_training = self._run_whole(whole, repeated(chosen, self._times(setup)), loss_fn)
                 except Exception as error:
                     # The model's own code runs here; if it is at fault, the step will say so.
@@ -248,8 +248,9 @@ class FirstBatchComparison:
             loss = self._step(setup, rows, answer)
             self._warn_of_statistics(setup.strategy, answer)
             difference = self._difference(setup, params, loss, answer)
-            if difference is None:
-                return
+        if difference is None:
+            return
+        with self._as_before(setup, answer):  # again: a forward may count its calls
             found = self._located(setup, rows, answer)
         if isinstance(found, str):
             _log.warning("%s", found)
@@ -393,6 +394,7 @@ class FirstBatchComparison:
         grads = [param.grad for param in params]
         with ExitStack() as stack:
             stack.callback(strategy.take_comm_s)
+            stack.enter_context(setup.loss.unchanged())
             for module in (strategy.unwrapped, *getattr(strategy.unwrapped, "untraced_models", ())):
                 stack.enter_context(probing(module, keeps_params=module is strategy.unwrapped))
                 if not answer.in_training:

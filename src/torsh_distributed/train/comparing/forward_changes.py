@@ -6,12 +6,12 @@ several times, so such state, and losses that depend on it, differ from one proc
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.parallel.models.kept_values import kept_values, roots_of
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.torch_internals import _BatchNorm
 
@@ -152,22 +153,24 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
         for name, value in vars(module).items():
             if (number := _number(value)) is not None:
                 yield f"{prefix}{name}", number
+    yield from _numbers_around(roots_of(model))
 
 
 def _numbers_of_loss(loss_fn: Any) -> Iterator[tuple[str, float]]:
-    """What a loss that is an object keeps between calls."""
-    modules: list[tuple[str, Any]]
+    """What a loss keeps between calls."""
     if isinstance(loss_fn, nn.Module):
-        yield from ((f"the loss's {name}", _fingerprint(one)) for name, one in loss_fn.named_buffers())
-        modules = [*loss_fn.named_modules()]
-    elif hasattr(loss_fn, "__dict__") and not isinstance(loss_fn, FunctionType):
-        modules = [("", loss_fn)]
+        buffers = ((name, _fingerprint(one)) for name, one in loss_fn.named_buffers())
+        found = itertools.chain(buffers, _numbers(loss_fn))
     else:
-        return
-    for prefix, one in modules:
-        for name, value in vars(one).items():
-            if (number := _number(value)) is not None:
-                yield f"the loss's {prefix}{'.' * bool(prefix)}{name}", number
+        found = _numbers_around([loss_fn])
+    yield from ((f"the loss's {name}", number) for name, number in found)
+
+
+def _numbers_around(roots: Iterable[Any]) -> Iterator[tuple[str, float]]:
+    """Of the variables and lists that code has outside of modules."""
+    for one in kept_values(roots):
+        if (number := _number(one.value)) is not None:
+            yield one.name, number
 
 
 def _number(value: Any) -> float | None:

@@ -101,5 +101,5 @@ def _taken(note: Any, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: di
     note(name, False, (args, kwargs))
 
 
-def _returned(note: Any, name: str, _: nn.Module, __: Any, output: Any) -> None:
+def _returned(note: Any, name: str, _: nn.Module, __: object, output: Any) -> None:
     note(name, True, output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,10 @@ class EngineLoss:
     def loss_fn(self) -> LossFn | None:
         """What the user wrote; None: the model computes its loss."""
         return self._watched.loss_fn if self._has_fn else None
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Around losses that are computed to look at them: the loss_fn keeps the state that it has now."""
+        return self._watched.unchanged()
 
     @property
     def is_sum(self) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.models.kept_values import KeptValues
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.train.losses.loss_terms import LossTerm, LossTerms
 
@@ -51,20 +49,23 @@ class WatchedLoss:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Calls inside only look: what a loss keeps between calls, such as running means, is as before afterwards.
-
-        What it writes into tensors of its own, a module's apart, is not followed.
-        """
-        kept, module = self.loss_fn, self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
-        if module is None and not isinstance(kept, FunctionType | MethodType | partial) and hasattr(kept, "__dict__"):
-            with suppress(Exception):  # a class of the user's that cannot be copied is looked at itself
-                self.loss_fn = copy.copy(kept)
+        """Calls inside only look: what a loss keeps between calls, such as running means, is as before afterwards."""
         self._only_looks = True
         try:
-            with nullcontext() if module is None else probing(module):
+            with self.unchanged():
                 yield
         finally:
-            self.loss_fn, self.seen, self._only_looks = kept, None, False
+            self.seen, self._only_looks = None, False
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around calls after which a loss has the state that it has now."""
+        kept = KeptValues([self.loss_fn])
+        try:
+            with probing(self.loss_fn) if isinstance(self.loss_fn, nn.Module) else nullcontext():
+                yield
+        finally:
+            kept.restore()
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss; of `(sum, count)` the mean, or 0 if nothing counts."""

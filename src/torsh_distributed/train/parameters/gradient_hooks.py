@@ -141,5 +141,5 @@ def _current(taken: list[tuple[Hooks, Hooks]]) -> list[Callable[[Any], Any]]:
     return [hook for table, found in taken for number, hook in found.items() if number in table]
 
 
-def _nothing(_: Any) -> None:
+def _nothing(_: object) -> None:
     """In the place of a hook that was taken over."""

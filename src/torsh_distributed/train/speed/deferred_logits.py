@@ -276,7 +276,7 @@ class DeferredHead:
         self.num_updates = 0
         """Updates of the weights so far."""
 
-    def note_update(self, *_: Any) -> None:
+    def note_update(self, *_: object) -> None:
         """The weights have changed; a hook of the optimizer."""
         self.num_updates += 1
 

@@ -176,7 +176,7 @@ OPERATOR = torch.ops.torsh.linear_cross_entropy
 
 
 @register_flop_formula(OPERATOR)
-def _num_flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _num_flops(hidden: Sequence[int], weight: Sequence[int], *_: object, out_shape: Any = None, **__: object) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0]
 
 

@@ -140,7 +140,7 @@ def suggest_fused_loss(plan: Plan, model: nn.Module, device: torch.device) -> No
     if found is None or found[1].out_features < LARGE_HEAD or not can_fuse_loss(plan):
         return
 
-    def look(_: nn.Module, __: Any, logits: Any) -> None:
+    def look(_: nn.Module, __: object, logits: Any) -> None:
         handle.remove()
         if isinstance(logits, Tensor):
             num_bytes = local_of(logits).nbytes

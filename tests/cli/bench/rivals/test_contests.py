@@ -66,7 +66,7 @@ def test_checkpoints_are_measured_and_removed(tmp_path: Path) -> None:
         (["ddp", "--backend", "carrier-pigeon"], "carrier-pigeon"),
         (["p2p", "--sizes", "1KB,many"], "a size is a whole number"),
         (["checkpoint", "--size", "1MB,2MB"], "one size"),
-        (["checkpoint", "--folder", "/no/such/folder"], "no folder"),
+        (["checkpoint", "--folder", "/no/such/folder"], "does not exist"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(args: list[str], message: str) -> None:

@@ -80,7 +80,7 @@ class SynchronizedWallClockTimer:
                 self.timers[name].reset()
         return found
 
-    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, **_: Any) -> None:
+    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, **_: object) -> None:
         """Write one line with the times of these timers."""
         found = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in names if name in self.timers}
         if found:
@@ -96,13 +96,13 @@ class NoopTimer:
         def start(self) -> None:
             """Nothing."""
 
-        def stop(self, **_: Any) -> None:
+        def stop(self, **_: object) -> None:
             """Nothing."""
 
         def reset(self) -> None:
             """Nothing."""
 
-        def elapsed(self, **_: Any) -> float:
+        def elapsed(self, **_: object) -> float:
             """No time."""
             return 0.0
 
@@ -121,10 +121,10 @@ class NoopTimer:
         """None."""
         return {}
 
-    def log(self, names: Sequence[str], **_: Any) -> None:
+    def log(self, names: Sequence[str], **_: object) -> None:
         """Nothing."""
 
-    def get_mean(self, names: Sequence[str], **_: Any) -> None:
+    def get_mean(self, names: Sequence[str], **_: object) -> None:
         """Nothing."""
 
 

@@ -149,7 +149,7 @@ def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dis
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, **_: Any
+    tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, **_: object
 ) -> None:
     """An all-reduce of each tensor."""
     for tensor in tensors:
@@ -161,7 +161,7 @@ def all_gather_coalesced(
     input_tensors: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    **_: Any,
+    **_: object,
 ) -> None:
     """Gather each input into its output, all ranks' parts in order."""
     for output, one in zip(output_tensors, input_tensors, strict=True):
@@ -194,7 +194,7 @@ def comm_names() -> dict[str, Any]:
         return gather(output, one, group=group, async_op=async_op)
 
     def reduce_scatter_fn(
-        output: Tensor, one: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: Any
+        output: Tensor, one: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: object
     ) -> Any:
         """Reduce one tensor, and keep this rank's part."""
         return scatter(output, one, op=op, group=group, async_op=async_op)

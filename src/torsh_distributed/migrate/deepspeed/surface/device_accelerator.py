@@ -244,11 +244,11 @@ class TorshAccelerator:
         """Torch aligns pinned memory itself."""
         return 1
 
-    def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, **_: object) -> torch.Tensor:
         """An empty tensor in host memory, pinned where there is a GPU."""
         return torch.empty(*size, dtype=dtype, pin_memory=self._is_cuda)
 
-    def pin_empty_like(self, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+    def pin_empty_like(self, tensor: torch.Tensor, **_: object) -> torch.Tensor:
         """An empty tensor of the same shape in host memory, pinned where there is a GPU."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
 

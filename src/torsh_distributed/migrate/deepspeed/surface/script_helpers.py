@@ -24,7 +24,7 @@ _LEAF = "_z3_leaf"
 _own_group: Any = None
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO, **_: Any) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO, **_: object) -> None:
     """Log on some ranks; None or -1 means all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
@@ -59,7 +59,7 @@ def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None
     log_dist(message, ranks=[0])
 
 
-def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
+def see_memory_usage(message: str, force: bool = False, **_: object) -> None:
     """Log the memory in use, with `force`."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return

@@ -299,7 +299,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
     # --- what has less to do here ------------------------------------------------------------------------------------
 
     @override
-    def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
+    def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: object) -> None:
         """torch.compile of the module, in place."""
         chosen = {} if backend is None else {"backend": backend}
         self.module.compile(**chosen, **dict(compile_kwargs or {}))

@@ -113,14 +113,14 @@ class EngineSaving:
     save_fp16_model = save_16bit_model
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, **_: Any
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, **_: object
     ) -> dict[str, Any]:
         """The module's state with whole tensors, on every rank; every rank calls this."""
         with self._as_held():
             whole = as_listed(self._core.strategy.whole_tensors(), stacks_of(self.module))
             return {f"{prefix}{name}": value for name, value in whole}
 
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: object) -> None:
         """Load whole tensors into the module; masters follow. Every rank calls this with the same state."""
         with self._as_held():
             self._checkpoints.load_module(checkpoint.get("module", checkpoint), strict=strict)

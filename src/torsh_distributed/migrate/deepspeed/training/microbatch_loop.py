@@ -79,7 +79,7 @@ def batch_loader(
     num_local_io_workers: int | None = None,
     pin_memory: bool | None = None,
     route: str = "train",
-    **_: Any,
+    **_: object,
 ) -> DeepSpeedDataLoader:
     """Microbatches of this rank; `place` is its part of every batch, and how many parts there are.
 

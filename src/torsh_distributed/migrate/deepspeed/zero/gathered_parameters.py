@@ -130,7 +130,7 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         self.enabled = enabled
         given = config_dict_or_path if config_dict_or_path is not None else config

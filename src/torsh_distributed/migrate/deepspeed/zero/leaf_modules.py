@@ -42,11 +42,11 @@ def give_all_gradients(model: nn.Module) -> None:
             module.register_forward_hook(_touch_params)
 
 
-def _note_params(module: nn.Module, _: Any) -> None:
+def _note_params(module: nn.Module, _: object) -> None:
     module.__dict__["_torsh_whole"] = [param for param in module.parameters() if param.requires_grad]
 
 
-def _touch_params(module: nn.Module, _: Any, output: Any) -> Any:
+def _touch_params(module: nn.Module, _: object, output: Any) -> Any:
     params = module.__dict__.pop("_torsh_whole")
     if not torch.is_grad_enabled() or not params:
         return output

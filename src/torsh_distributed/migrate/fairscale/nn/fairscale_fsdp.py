@@ -307,7 +307,7 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
             module.get_submodule(owner)._buffers[last] = buffer.to(dtype)
 
 
-def _leave_wrapper_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _leave_wrapper_out(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     """After `state_dict`: whole tensors under names without the wrapper."""
     assert isinstance(module, FairscaleFsdp), "registered on wrappers only"
     for name in [name for name in state if name.startswith(f"{prefix}{_INNER}.")]:
@@ -316,7 +316,7 @@ def _leave_wrapper_out(module: nn.Module, state: dict[str, Any], prefix: str, _:
         state[prefix + name.removeprefix(f"{prefix}{_INNER}.")] = whole(value) if is_gathered else value
 
 
-def _put_wrapper_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _put_wrapper_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Before `load_state_dict`: this rank's parts under the names with the wrapper."""
     assert isinstance(module, FairscaleFsdp), "registered on wrappers only"
     module._root().reshard()

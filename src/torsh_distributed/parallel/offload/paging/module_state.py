@@ -167,7 +167,7 @@ class ModuleState:
         """Replace a stored parameter that is not in use."""
         self._write(*self._entries[id(param)], values)
 
-    def _give(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def _give(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         for name in names:
             param = module._parameters[name]
             key = prefix + name
@@ -175,7 +175,7 @@ class ModuleState:
                 unit, entry = self._entries[id(param)]
                 state[key] = self._read(unit, entry)
 
-    def _take(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _take(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         """Store the loaded values, and give torch an empty tensor to load into the empty parameter."""
         for name in names:
             param = module._parameters[name]
