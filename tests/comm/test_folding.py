@@ -39,6 +39,12 @@ def test_large_unsigned_numbers_keep_their_order() -> None:
     assert total.tolist() == [2**63 + 5, 2**64 - 1]
 
 
+def test_a_mean_of_integers_drops_the_fraction_of_either_sign() -> None:
+    assert fold_all([torch.tensor([-3, 3, 2**40]), torch.tensor([-4, 4, 1])], ReduceOp.MEAN).tolist() == [-3, 3, 2**39]
+    large = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    assert fold_all([large, torch.zeros_like(large)], ReduceOp.MEAN).tolist() == [2**63 - 1]
+
+
 def test_the_first_operand_decides_the_bits_of_a_nan() -> None:
     bits = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
     one, other = bits[:1].clone(), bits[1:].clone()

@@ -45,9 +45,14 @@ def fold_into(total: Tensor, incoming: Tensor, op: ReduceOp, *, is_incoming_firs
 
 
 def finish_fold(total: Tensor, op: ReduceOp, num_ranks: int) -> None:
-    """What remains once all are folded: a mean divides its sum."""
+    """What remains once all are folded: a mean divides its sum; one of integers drops the fraction, as NCCL's does."""
     if op is ReduceOp.MEAN:
-        if total.element_size() == 1:
+        if not (total.dtype.is_floating_point or total.dtype.is_complex):
+            if total.dtype in _SIGNED:  # nor does torch divide them
+                total.copy_(torch.from_numpy(total.cpu().numpy() // num_ranks))
+            else:
+                total.div_(num_ranks, rounding_mode="trunc")
+        elif total.element_size() == 1:
             total.copy_(total.float() / num_ranks)
         else:
             total.div_(num_ranks)

@@ -55,14 +55,14 @@ class ReduceOp(StrEnum):
 
         A mean of integers is not an integer; bits of a float are not its value; complex numbers have no order.
         """
-        is_integer = not dtype.is_floating_point and not dtype.is_complex
+        is_bits = not dtype.is_floating_point and not dtype.is_complex
         fits = {
             ReduceOp.SUM: True,
             ReduceOp.PRODUCT: True,
             ReduceOp.MIN: not dtype.is_complex,
             ReduceOp.MAX: not dtype.is_complex,
-            ReduceOp.MEAN: not is_integer,
-        }.get(self, is_integer)
+            ReduceOp.MEAN: not is_bits,
+        }.get(self, is_bits)
         if not fits:
             raise InvalidArgument(
                 f"{self.value} is not defined for {dtype}",
@@ -70,3 +70,8 @@ class ReduceOp(StrEnum):
                 op=self.value,
                 dtype=str(dtype),
             )
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether values are whole numbers; bools are not numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -104,7 +104,10 @@ def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
     if dtype.is_complex:
         return [kinds.SUM, kinds.AVG]
     arithmetic = [kinds.SUM, kinds.PRODUCT, kinds.MIN, kinds.MAX]
-    return [*arithmetic, kinds.AVG] if dtype.is_floating_point else [*arithmetic, kinds.BAND, kinds.BOR, kinds.BXOR]
+    if dtype.is_floating_point:
+        return [*arithmetic, kinds.AVG]
+    means = [] if dtype == torch.bool else [kinds.AVG]
+    return [*arithmetic, *means, kinds.BAND, kinds.BOR, kinds.BXOR]
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
 from torsh_distributed.comm.recording.flight_recorder import in_thread, recorder
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp, is_integer
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.events.step_notes import wants_waits
 
@@ -51,7 +51,8 @@ _checked: dict[tuple[int, torch.dtype], ReduceOp] = {}
 def parse_reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp:
     """The op that a wire has to do for this c10d op and dtype; InvalidArgument if the pair has no meaning.
 
-    PREMUL_SUM becomes a sum: the caller multiplies first, see `factor_of`. Bools reduce bitwise.
+    PREMUL_SUM becomes a sum: the caller multiplies first, see `factor_of`. Bools reduce bitwise. A mean of integers
+    drops the fraction.
     """
     number = hash(op)
     known = _checked.get((number, dtype))
@@ -67,7 +68,9 @@ def parse_reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dt
         ours = ReduceOp.SUM
     elif number in _BY_NUMBER:
         ours = _BY_NUMBER[number]
-        ours.check(dtype)
+        # c10d's users average counts, as NCCL lets them (Lightning does so wherever the backend is not called gloo).
+        if ours is not ReduceOp.MEAN or not is_integer(dtype):
+            ours.check(dtype)
     else:
         raise InvalidArgument("unknown reduction", hint="use one of torch.distributed.ReduceOp", op=str(op))
     if dtype == torch.bool:

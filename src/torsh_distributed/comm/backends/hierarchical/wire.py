@@ -20,7 +20,7 @@ from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGro
 from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
 from torsh_distributed.comm.backends.hierarchical.tls_group import TlsInterNodeGroup
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp, is_integer
 from torsh_distributed.errors import FeatureNotAvailable
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class HierarchicalWire(Wire):
 
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        if op is ReduceOp.MEAN and is_integer(dtype):
+            return False  # the group folds it with torch
         folded = _without_mean(op)
         return self._node.supports(folded, dtype) and self._all_ranks.supports(folded, dtype)
 
