@@ -25,6 +25,7 @@ MEMBERS = {
     "torch.distributed.tensor._random._rng_tracker": "set: on a CPU torch draws the same for all pieces",
     "torch.nn.Module._apply": "moves a module; extended where parameters are shared",
     "torch.nn.Module._buffers": "a module's own buffers, replaced in place",
+    "torch.nn.Module._forward_hooks": "code that a forward runs, which may keep something",
     "torch.nn.Module._forward_pre_hooks": "whether a module has hooks of its own",
     "torch.nn.Module._modules": "a module's own children, replaced in place",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that are not saved",
