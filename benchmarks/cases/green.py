@@ -87,7 +87,7 @@ def replay(trace: Sequence[float], start: int, seed: int) -> Replay:
     for workers in (1, 2):
         for _ in range(5):
             speed.take_step(step=0, step_s=STEP_S / _SPEEDS[workers - 1], workers=workers)
-    speed.idle_w, speed.busy_w = 1e-6, 2000.0
+    speed.busy_w = 2000.0
     done, grams, hour = 0.0, 0.0, 0
     while done < speed.total_steps and hour < 2 * DEADLINE_H:
         series = _forecast(trace, start, hour, draw)
@@ -100,6 +100,8 @@ def replay(trace: Sequence[float], start: int, seed: int) -> Replay:
         done += rate * share
         if rate > 0:
             speed.take_step(step=int(done), step_s=_HOUR_S / rate, workers=decision.workers)
+        else:
+            speed.take_power(1e-6, workers=0)  # known from the first hold on
         hour += 1
     ended_h = hour - 1 + share
     slots = [
