@@ -247,8 +247,8 @@ def misuse() -> None:
     group = the_group()
     with pytest.raises(InvalidArgument, match="dense tensors in host memory"):
         dist.all_reduce(torch.ones(3, device="meta"))
-    with pytest.raises(InvalidArgument, match=r"mean is not defined for torch\.int64"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(InvalidArgument, match=r"mean is not defined for torch\.bool"):
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
     with pytest.raises(InvalidArgument, match=r"bxor is not defined for torch\.float32"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)
     with pytest.raises(InvalidArgument, match="sparse tensors can only be summed"):
